@@ -1,0 +1,284 @@
+"""Every error that headrace raises on purpose, as one tree.
+
+    HeadraceError ├── Refused                    the service will not take this request; never
+    repaired │   ├── MalformedBody          400  not msgpack, trailing bytes, wrong types │   ├──
+    LengthMissing          411  no Content-Length │   ├── BodyTooLarge           413  more bytes
+    than limits.max_body_bytes │   ├── UnsupportedMedia       415  content type or encoding that is
+    not spoken here │   ├── NotLoopback            421  a Host header that is not this service's │
+    ├── InvalidDatums          422  `errors` says index, field, code, got, want │   ├── KeyConflict
+    409  the same Idempotency-Key with other bytes │   ├── BacklogFull            429  accepted and
+    not yet delivered: over the budget │   └── NotServing             503  starting, draining, disk
+    full, retain full ├── DatumError (ValueError)    a datum that cannot be built or collated ├──
+    SettingsError (ValueError) settings that contradict each other ├── LeftoverFound              an
+    earlier process left rings or a spool, and --discard was not given ├── SpoolError │   ├──
+    SpoolBusy              another live process holds the folder │   ├── SpoolFull              no
+    segment has room and none may be made │   └── SpoolVersion           written by another major
+    version ├── RingError │   ├── RingBusy               a lock that this process wants is held │
+    ├── RingNoSpace            the tmpfs cannot hold the ring │   ├── RingForeign            not a
+    ring of ours: magic, version, size or owner differ │   ├── RingCorrupt            a descriptor
+    or a word breaks an invariant │   ├── RingGap                records were skipped │   └──
+    RecordTooLarge         one record or step can never fit ├── TrainerError │   ├── ServiceGone
+    the writer's lock is free and stayed so beyond the bound │   ├── ResumeUnknown
+    resume_after names what this service cannot resume │   ├── TopologyMismatch       dp_rank,
+    dp_size or replicas differ from the ring's │   └── CommitOverdue          the retain budget is
+    full of delivered, uncommitted steps └── ClientError
+        ├── ClientClosed           the client was closed, or is a copy in a forked process
+        ├── OutboxFull             on_full="raise" and no room
+        ├── PostFailed             a post was refused for good or its deadline passed
+        └── PolicyTimeout          no policy version arrived within the time
+
+A message says what, which field, got, want and what to do. `code` is the word on the wire, `status`
+the HTTP status. All of them survive pickling, since trainers move them between processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+__all__ = [
+    "BacklogFull",
+    "BodyTooLarge",
+    "ClientClosed",
+    "ClientError",
+    "CommitOverdue",
+    "DatumError",
+    "FieldError",
+    "HeadraceError",
+    "InvalidDatums",
+    "KeyConflict",
+    "LeftoverFound",
+    "LengthMissing",
+    "MalformedBody",
+    "NotLoopback",
+    "NotServing",
+    "OutboxFull",
+    "PolicyTimeout",
+    "PostFailed",
+    "RecordTooLarge",
+    "Refused",
+    "ResumeUnknown",
+    "RingBusy",
+    "RingCorrupt",
+    "RingError",
+    "RingForeign",
+    "RingGap",
+    "RingNoSpace",
+    "ServiceGone",
+    "SettingsError",
+    "SpoolBusy",
+    "SpoolError",
+    "SpoolFull",
+    "SpoolVersion",
+    "TopologyMismatch",
+    "TrainerError",
+    "UnsupportedMedia",
+]
+
+
+class HeadraceError(Exception):
+    """Root of the tree. `code` is stable and machine-readable; the message is for people."""
+
+    code: ClassVar[str] = "error"
+    status: ClassVar[int] = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldError:
+    """One finding about one datum of a post.
+
+    `index` is the datum's place in the body (None: the post as a whole), `field` the key as the
+    sender wrote it, `code` a stable word, `got` and `want` short texts.
+    """
+
+    index: int | None
+    field: str
+    code: str
+    got: str
+    want: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = "post" if self.index is None else f"datum {self.index}"
+        return f"{where}, {self.field}: {self.code}: got {self.got}, want {self.want}"
+
+
+class Refused(HeadraceError):
+    """The service will not take this request. `retry_after` in seconds, where waiting helps."""
+
+    code = "refused"
+    status = 400
+    retry_after: int | None = None
+
+
+class MalformedBody(Refused):
+    code, status = "malformed", 400
+
+
+class LengthMissing(Refused):
+    code, status = "length_missing", 411
+
+
+class BodyTooLarge(Refused):
+    code, status = "body_too_large", 413
+
+
+class UnsupportedMedia(Refused):
+    code, status = "unsupported_media", 415
+
+
+class NotLoopback(Refused):
+    code, status = "foreign_host", 421
+
+
+class InvalidDatums(Refused):
+    """At least one datum cannot be taken, so none of the post was. `errors` lists the findings."""
+
+    code, status = "invalid", 422
+
+    def __init__(self, errors: list[FieldError]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+    def __str__(self) -> str:
+        more = "" if len(self.errors) <= 1 else f" (and {len(self.errors) - 1} more)"
+        first = str(self.errors[0]) if self.errors else "no finding given"
+        return f"nothing of the post was taken: {first}{more}"
+
+
+class KeyConflict(Refused):
+    code, status = "conflict", 409
+
+
+class BacklogFull(Refused):
+    code, status = "backlog_full", 429
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message, retry_after)
+        self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class NotServing(Refused):
+    code, status = "not_serving", 503
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message, retry_after)
+        self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class DatumError(HeadraceError, ValueError):
+    code, status = "datum", 422
+
+
+class SettingsError(HeadraceError, ValueError):
+    code = "settings"
+
+
+class LeftoverFound(HeadraceError):
+    code = "leftover"
+
+
+class SpoolError(HeadraceError):
+    code = "spool"
+
+
+class SpoolBusy(SpoolError):
+    code = "spool_busy"
+
+
+class SpoolFull(SpoolError):
+    code, status = "spool_full", 503
+
+
+class SpoolVersion(SpoolError):
+    code = "spool_version"
+
+
+class RingError(HeadraceError):
+    code = "ring"
+
+
+class RingBusy(RingError):
+    code = "ring_busy"
+
+
+class RingNoSpace(RingError):
+    code = "ring_no_space"
+
+
+class RingForeign(RingError):
+    code = "ring_foreign"
+
+
+class RingCorrupt(RingError):
+    code = "ring_corrupt"
+
+
+class RingGap(RingError):
+    code = "ring_gap"
+
+
+class RecordTooLarge(RingError):
+    code = "record_too_large"
+
+
+class TrainerError(HeadraceError):
+    code = "trainer"
+
+
+class ServiceGone(TrainerError):
+    code = "service_gone"
+
+
+class ResumeUnknown(TrainerError):
+    code = "resume_unknown"
+
+
+class TopologyMismatch(TrainerError):
+    code = "topology_mismatch"
+
+
+class CommitOverdue(TrainerError):
+    code = "commit_overdue"
+
+
+class ClientError(HeadraceError):
+    code = "client"
+
+
+class ClientClosed(ClientError):
+    code = "client_closed"
+
+
+class OutboxFull(ClientError):
+    code = "outbox_full"
+
+
+class PostFailed(ClientError):
+    """A post that will not be retried. `status` is the last HTTP status (0: no answer), `errors`
+    the 422 findings.
+    """
+
+    code = "post_failed"
+
+    def __init__(
+        self, message: str, http_status: int = 0, errors: list[FieldError] | None = None
+    ) -> None:
+        super().__init__(message, http_status, errors or [])
+        self.http_status = http_status
+        self.errors = errors or []
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class PolicyTimeout(ClientError, TimeoutError):
+    code = "policy_timeout"
