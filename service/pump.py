@@ -1,0 +1,268 @@
+"""The pump: the one thread that reads what trainers say, plans steps, and feeds the rings.
+
+    turn:  readers' words ─► finished, committed, policy version
+           complete groups ─► choose ─► plan ─► written down ─► feeder ─► rings
+
+It waits on a condition that a newly complete group wakes, at most 1 ms after something changed,
+doubling to 20 ms while nothing does. At most `plan_ahead` steps are planned beyond the one being
+consumed, and none while the retain budget is full. A ring whose reader breaks an invariant is given
+up with an error; an unexpected exception ends the pump, and status and posts say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.schemas.errors import HeadraceError, RingError, SpoolError
+from headrace.service.buffer import Buffer
+from headrace.service.feeder import Feeder
+from headrace.service.plan.choose import ShortageError, choose_groups
+from headrace.service.plan.step import plan_step
+from headrace.service.records import RunSchema
+from headrace.service.ring import ReaderWords, RingWriter, State
+from headrace.service.settings import Settings
+from headrace.service.spool.local import LocalSpool
+
+__all__ = ["Policy", "Pump"]
+
+log = logging.getLogger(__name__)
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.001, 0.02
+SENTENCE_EVERY = 8  # quiet turns between two looks at what is waited for
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The newest policy version that a trainer published; None before the first."""
+
+    version: int | None = None
+    uri: str | None = None
+
+
+class Pump:
+    """Owns the thread. What it reports is read by other threads: small values, replaced whole."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        buffer: Buffer,
+        spool: LocalSpool,
+        rings: Sequence[RingWriter],
+        retain_bytes: int,
+        schema: Callable[[], RunSchema | None],
+        on_policy: Callable[[], None],
+    ) -> None:
+        self._planner = settings.planner
+        self._batch_size = settings.batch_size
+        self._buffer, self._spool, self._rings = buffer, spool, rings
+        self._feeder = Feeder(spool, rings, release=settings.trainer.release)
+        self._retain_bytes = retain_bytes
+        self._schema, self._on_policy = schema, on_policy
+        self._wake = threading.Condition()
+        self._stopping = self._poked = False
+        self._thread = threading.Thread(target=self._run, name="headrace-pump", daemon=True)
+        self.policy = Policy()
+        self.next_step = 0
+        self.delivered_step = self.finished_step = self.committed_step = -1
+        self.failure: str | None = None  # why the pump ended, or plans no more
+        self.words: list[tuple[ReaderWords, ...]] = [() for _ in rings]  # as heard in the last turn
+        self.waits_for = "Step 0 waits for the first datum."
+        self._shortage = "the first datum"
+        self._spool_error = ""
+        self._quiet = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def poke(self) -> None:
+        """Something may have become possible: take a turn now."""
+        with self._wake:
+            self._poked = True
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End the thread after its current turn."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        wait = FIRST_WAIT_S
+        while True:
+            try:
+                changed = self._turn()
+            except Exception as error:
+                log.exception("the pump ended: no step is planned or delivered from here on")
+                self._fail(error)
+                self.waits_for = self._sentence()
+                return
+            self._quiet = 0 if changed else self._quiet + 1
+            if self._quiet % SENTENCE_EVERY == 0 or self._poked:
+                self.waits_for = self._sentence()
+            wait = FIRST_WAIT_S if changed else min(2 * wait, LONGEST_WAIT_S)
+            with self._wake:
+                if not self._poked and not self._stopping:
+                    self._wake.wait(wait)
+                self._poked = False
+                if self._stopping:
+                    return
+
+    def _turn(self) -> bool:
+        if self.failure is not None:
+            return False
+        try:
+            changed = self._hear()
+            while self._plan():
+                changed = True
+            for step in self._feeder.advance():
+                self._buffer.delivered(step)
+                self.delivered_step, changed = step, True
+        except SpoolError as error:
+            # Nothing was recorded, so nothing was done: the same turn is taken again.
+            if str(error) != self._spool_error:
+                log.error("planning waits for the spool: %s", error)
+            self._spool_error = str(error)
+            return False
+        except RingError as error:
+            log.error("the run ends for the trainers: %s", error)
+            self._fail(error)
+            return True
+        self._spool_error = ""
+        return changed
+
+    def _hear(self) -> bool:
+        """Take over what the readers' words say; whether anything changed."""
+        self.words = by_rank = [ring.readers() for ring in self._rings]
+        firsts = [words[0] for words in by_rank]
+        finished = min(-1 if w.finished_step is None else w.finished_step for w in firsts)
+        committed = min(-1 if w.committed_step is None else w.committed_step for w in firsts)
+        changed = finished != self.finished_step
+        self.finished_step = finished
+        if committed > self.committed_step:
+            self._commit(committed)
+            changed = True
+        newest = max(
+            (w for words in by_rank for w in words if w.policy_version is not None),
+            key=lambda w: (w.policy_version, w.message is not None),
+            default=None,
+        )
+        return self._hear_policy(newest) or changed
+
+    def _hear_policy(self, newest: ReaderWords | None) -> bool:
+        if newest is None or newest.policy_version == self.policy.version:
+            return False
+        message = newest.message or {}
+        if message.get("policy_version", 0) > (newest.policy_version or 0):
+            return False  # the message stands before its word: both are there in the next turn
+        policy = Policy(newest.policy_version, message.get("uri"))
+        self._spool.record("policy", [policy.version, policy.uri])
+        self.policy = policy
+        self._on_policy()
+        return True
+
+    def _commit(self, committed: int) -> None:
+        self._spool.commit(committed, self._buffer.forget())
+        for step in range(self.committed_step + 1, committed + 1):
+            self._buffer.committed(step)
+        self.committed_step = committed
+        for ring in self._rings:
+            ring.set_committed(committed)
+
+    def _plan(self) -> bool:
+        """Plan the next step if it is due and can be formed."""
+        if self.next_step > self.finished_step + 1 + self._planner.plan_ahead:
+            return False
+        if self._retain_full():
+            return False
+        schema = self._schema()
+        if schema is None:
+            return False
+        try:
+            chosen = choose_groups(
+                self._buffer.complete(),
+                batch_size=self._batch_size,
+                batch_groups=self._planner.batch_groups,
+            )
+        except ShortageError as shortage:
+            self._shortage = str(shortage)
+            return False
+        numbers, meta = self._buffer.plan(chosen)
+        plan = plan_step(
+            self.next_step,
+            numbers,
+            meta,
+            layout=self._planner.layout,
+            dp_size=self._planner.dp_size,
+            microbatch_tokens=self._planner.microbatch_tokens,
+        )
+        prepared = self._feeder.prepare(plan, schema)
+        self._spool.write_plan(plan)
+        self._buffer.planned(plan.step, chosen, meta)
+        self._feeder.enqueue(prepared)
+        self.next_step += 1
+        return True
+
+    def _retain_full(self) -> bool:
+        return self._buffer.retained_bytes >= self._retain_bytes
+
+    def _fail(self, error: Exception) -> None:
+        """Tell everybody that waits: status, posts, and the trainers by a notice."""
+        code = error.code if isinstance(error, HeadraceError) else "error"
+        self.failure = str(error) or repr(error)
+        for ring in self._rings:
+            try:
+                ring.notify({"code": code, "message": self.failure[:1500]})
+                ring.set_state(State.ENDED)
+            except (HeadraceError, ValueError) as second:
+                log.error("rank %d's ring takes no notice: %s", ring.geometry.dp_rank, second)
+
+    @property
+    def undelivered_steps(self) -> int:
+        return self._feeder.undelivered
+
+    def _sentence(self) -> str:
+        """What the next step waits for."""
+        step, groups = self.next_step, self._buffer.group_counts()
+        if self.failure is not None:
+            return f"No more steps: {self.failure}"
+        if self._spool_error:
+            return f"Step {step} waits for the spool: {self._spool_error}."
+        waiting = self._feeder.waiting()
+        if waiting is not None:
+            return f"{waiting[0].upper()}{waiting[1:]}."
+        if self._retain_full():
+            return (
+                f"Step {step} waits for a commit: {self._buffer.retained_bytes} bytes are "
+                "delivered and not committed, "
+                f"spool.retain_bytes is {self._retain_bytes}, the last committed step is "
+                f"{self.committed_step}."
+            )
+        if step > self.finished_step + 1 + self._planner.plan_ahead:
+            behind = [
+                str(rank)
+                for rank, words in enumerate(self.words)
+                if words
+                and (words[0].finished_step is None or words[0].finished_step <= self.finished_step)
+            ]
+            return (
+                f"Step {step} waits until step {self.finished_step + 1} is finished by rank "
+                f"{', '.join(behind)} "
+                f"(planner.plan_ahead = {self._planner.plan_ahead})."
+            )
+        collecting = groups["collecting"]
+        return f"Step {step} waits for {self._shortage}; {collecting} groups collect members."
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "next_step": self.next_step,
+            "delivered_step": self.delivered_step,
+            "finished_step": self.finished_step,
+            "committed_step": self.committed_step,
+            "undelivered_steps": self._feeder.undelivered,
+        }

@@ -1,0 +1,274 @@
+"""The records that stages exchange, left to right.
+
+    body -> Draft -> Post -> (spool) -> Headers -> Plan -> ring record
+
+`Draft` is a body decoded and checked for form: views into the body, nothing copied. `Post` is what
+the spool holds: columns in a segment, meta checked for content. `Headers` are the small fields that
+grouping and planning look at; `Plan` is one optimizer step as indices. None of them but Draft and
+Post touches payload.
+
+A datum's number is `(post << 16) + index`, unique in the run. Post numbers start at 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.schemas.errors import SpoolVersion
+from headrace.schemas.layout import Sequences
+
+__all__ = [
+    "DATUM_META",
+    "SPLIT_EVAL",
+    "SPLIT_TRAIN",
+    "Accepted",
+    "Axis",
+    "Column",
+    "Draft",
+    "DraftColumn",
+    "Headers",
+    "Plan",
+    "Post",
+    "RunSchema",
+    "Spool",
+    "datum_numbers",
+]
+
+# "token": one value a token; "sample": one a datum; "either": every datum so far has one token, so
+# both read the same.
+Axis = Literal["token", "sample", "either"]
+
+SPLIT_TRAIN, SPLIT_EVAL = 0, 1
+
+DATUM_META = np.dtype(
+    [
+        ("length", "<u4"),  # tokens
+        ("loss_tokens", "<u4"),  # positions with weight != 0
+        ("loss_weight", "<f8"),  # sum of weights
+        ("policy_version", "<i8"),  # -1: none
+        ("reward", "<f8"),  # NaN: none
+        ("group", "<u8"),  # its number in the run; a datum without group_id has one of its own
+        ("rollout", "<u8"),  # xxh3-64 of its id; 0: a rollout of its own
+        ("group_size", "<u4"),  # 0: not said
+        ("source", "<u4"),  # 0: none; an index into the spool's names
+        ("split", "u1"),
+        ("bytes", "<u4"),  # payload bytes of the datum in its segment
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftColumn:
+    """One key of a body: views in datum order that add up to the column."""
+
+    key: str
+    axis: Axis
+    dtype: np.dtype[Any]  # the widest of the views
+    views: Sequence[NDArray[Any]]  # 1-D each; [sum T] together, or [N] together where per sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A well-formed body. Nothing in it was compared with the run or with other posts yet."""
+
+    actor: str | None
+    columnar: bool
+    lengths: NDArray[np.int64]  # [N] tokens
+    columns: Mapping[str, DraftColumn]  # "input_ids" and the loss_fn_inputs keys
+    policy_versions: NDArray[np.int64]  # [N] -1: none
+    rewards: NDArray[np.float64]  # [N] NaN: none
+    group_sizes: NDArray[np.int64]  # [N] 0: not said
+    ids: Sequence[str | None] | None
+    rollout_ids: Sequence[str | None] | None
+    group_ids: Sequence[str | None] | None
+    sources: Sequence[str | None] | None
+    splits: Sequence[str | None] | None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSchema:
+    """The keys that every datum of the run carries, and how each lies. Pinned by the first accepted
+    post.
+    """
+
+    axes: Mapping[str, Axis]  # loss_fn_inputs keys in sorted order
+
+    @property
+    def per_sample(self) -> frozenset[str]:
+        return frozenset(key for key, axis in self.axes.items() if axis == "sample")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """Where one key of a post lies in its segment: C order, little-endian, 64-byte aligned."""
+
+    key: str
+    axis: Axis
+    dtype: str  # np.dtype(...).str
+    offset: int  # bytes from the segment's start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """A post whose columns lie in a segment and were checked; the spool makes it durable or gives
+    the bytes back.
+    """
+
+    segment: int
+    offset: int  # bytes
+    nbytes: int
+    columns: tuple[Column, ...]
+    meta: NDArray[Any]  # DATUM_META [N]
+    ids: Sequence[str | None] | None  # the clients' datum ids
+    run_values: Mapping[str, Any]  # values of the run that this post settles, as JSON
+    new_names: Sequence[
+        tuple[str, int, str]
+    ]  # ("group" | "source", number in meta, name), first seen here
+    actor: str | None
+    token: str  # the name of the sender's token; "" without tokens
+    key: str | None  # Idempotency-Key
+    body_hash: bytes  # xxh3-128 of the body as received; b"" without a key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The part of a 202 that must stay the same when the post comes again."""
+
+    post: int
+    accepted: int  # datums
+    body_hash: bytes
+
+    @property
+    def first_datum(self) -> int:
+        return self.post << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headers:
+    """The small fields of one post, as grouping and planning see it."""
+
+    post: int
+    meta: NDArray[Any]  # DATUM_META [N]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One optimizer step for all ranks: complete in itself, written down before anyone acts on it.
+
+    Microbatch `index` of `rank` is bin `index * dp_size + rank`; its datums are
+    `items[bins[bin]:bins[bin + 1]]`, indices into the `[N]` arrays. An empty bin is a filler: a
+    copy of the step's shortest datum that carries no loss.
+    """
+
+    step: int
+    dp_size: int
+    layout: str
+    numbers: NDArray[np.uint64]  # [N] datum numbers, in plan order
+    lengths: NDArray[np.int64]  # [N] tokens
+    loss_tokens: NDArray[np.int64]  # [N]
+    loss_weights: NDArray[np.float64]  # [N]
+    rollouts: NDArray[np.int64]  # [N] 0-based within the step
+    groups: NDArray[np.int64]  # [N] 0-based within the step
+    policy_versions: NDArray[np.int64]  # [N]
+    nbytes: int  # payload bytes in the spool
+    bins: NDArray[np.int64]  # [M * R + 1]
+    items: NDArray[np.int64]  # [N]
+
+    @property
+    def count(self) -> int:
+        """Microbatches a rank."""
+        return (len(self.bins) - 1) // self.dp_size
+
+    def members(self, index: int, rank: int) -> NDArray[np.int64]:
+        """Indices into the `[N]` arrays of one microbatch, in batch order; empty for a filler."""
+        at = index * self.dp_size + rank
+        return self.items[self.bins[at] : self.bins[at + 1]]
+
+    def pack(self) -> bytes:
+        fields: dict[str, Any] = {name: getattr(self, name) for name in PLAN_SCALARS}
+        for name, dtype in PLAN_ARRAYS.items():
+            fields[name] = getattr(self, name).astype(dtype, copy=False).tobytes()
+        packed: bytes = msgpack.packb(fields)
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Plan:
+        """The plan that `pack` wrote. Raises SpoolVersion where it is not one."""
+        fields = msgpack.unpackb(packed)
+        if set(fields) != {*PLAN_SCALARS, *PLAN_ARRAYS}:
+            raise SpoolVersion(
+                f"a plan with the fields {sorted(fields)} was written by another version"
+            )
+        for name, dtype in PLAN_ARRAYS.items():
+            fields[name] = np.frombuffer(fields[name], dtype)
+        return cls(**fields)
+
+
+PLAN_SCALARS = ("step", "dp_size", "layout", "nbytes")
+PLAN_ARRAYS = {
+    "numbers": "<u8",
+    "lengths": "<i8",
+    "loss_tokens": "<i8",
+    "loss_weights": "<f8",
+    "rollouts": "<i8",
+    "groups": "<i8",
+    "policy_versions": "<i8",
+    "bins": "<i8",
+    "items": "<i8",
+}
+
+
+class Spool(Protocol):
+    """What was accepted, until its step is committed; one file a medium."""
+
+    def stage(self, columns: Mapping[str, DraftColumn]) -> Staged:
+        """Copy a draft's columns into a segment, until `append` or `abandon`. Raises SpoolFull."""
+
+    def abandon(self, staged: Staged) -> None:
+        """Give the bytes back; nothing of the post was kept."""
+
+    def append(self, post: Post) -> Future[Accepted]:
+        """Record the post; done when it is as durable as the setting says."""
+
+    def known(self, token: str, key: str) -> Accepted | None:
+        """The answer given to this Idempotency-Key, if it is remembered."""
+
+    def write_plan(self, plan: Plan) -> None:
+        """Write a step down, before anyone acts on it."""
+
+    def read(self, numbers: NDArray[np.uint64], per_sample: frozenset[str]) -> Sequences:
+        """The payload of datums as views into segments; valid until their step is committed."""
+
+    def ids(self, numbers: NDArray[np.uint64]) -> list[str | None]:
+        """The clients' ids of datums."""
+
+    def commit(self, step: int) -> None:
+        """Every plan up to `step` is in a checkpoint: forget its datums, recycle their segments."""
+
+    def statistics(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """Columns copied into a segment, and not yet recorded."""
+
+    segment: int
+    offset: int
+    nbytes: int
+    columns: tuple[Column, ...]
+    arrays: Mapping[str, NDArray[Any]]  # aligned views, for the checks
+
+
+def datum_numbers(post: int, count: int) -> NDArray[np.uint64]:
+    """`[count]` numbers of a post's datums."""
+    return (np.uint64(post) << np.uint64(16)) + np.arange(count, dtype=np.uint64)

@@ -1,0 +1,302 @@
+"""Every setting of `headrace serve`, checked once at load.
+
+Sources, the first that speaks wins: flags `--section.name`, environment `HEADRACE_SECTION__NAME`,
+the file `headrace.toml` (`--config`), the defaults below. Units are in the names; sizes take
+integers or "64MiB". A name that is not here is an error. Settings that contradict each other raise
+SettingsError with both names.
+"""
+
+from __future__ import annotations
+
+import os
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from headrace.schemas.errors import SettingsError
+
+__all__ = ["NAME_PATTERN", "Settings", "load_settings", "settings_table"]
+
+NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,62}$"
+BYTES_PER_TOKEN = 64  # of a laid-out microbatch, an upper bound for the usual keys
+
+
+def _loopback(host: str) -> str:
+    if host != "localhost" and not ip_address(host).is_loopback:
+        raise ValueError(f"got {host!r}, want a loopback address: this service takes no tokens")
+    return host
+
+
+def _octal(mode: Any) -> Any:
+    return int(mode, 8) if isinstance(mode, str) else mode
+
+
+def _default_queue_dir() -> Path:
+    return Path(f"/dev/shm/headrace-{os.getuid()}")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Server(Section):
+    host: Annotated[str, AfterValidator(_loopback)] = Field(
+        "127.0.0.1", description="loopback only"
+    )
+    port: int = Field(default=8421, ge=0, le=65535, description="0 picks a free one")
+    keep_alive_s: int = Field(default=75, ge=1, description="an idle connection is kept so long")
+    drain_timeout_s: int = Field(
+        20, ge=1, description="open posts may finish within it after SIGTERM"
+    )
+    switch_interval_s: float = Field(default=0.0005, gt=0, description="sys.setswitchinterval")
+
+
+class Limits(Section):
+    max_body_bytes: ByteSize = Field(
+        ByteSize(64 << 20), ge=1024, description="larger bodies get 413"
+    )
+    max_datums_per_post: int = Field(default=1024, ge=1, le=1024, description="per-datum form")
+    max_datums_columnar: int = Field(default=16384, ge=1, le=16384, description="columnar form")
+    max_sequence_tokens: int | None = Field(
+        None, ge=1, description="longer datums get 422; none: planner.microbatch_tokens"
+    )
+    max_errors: int = Field(default=100, ge=1, description="findings listed in a 422")
+
+
+class Idempotency(Section):
+    window_s: int = Field(default=3600, ge=300, description="a key is remembered at least so long")
+
+
+class Schema(Section):
+    keys: tuple[str, ...] | None = Field(
+        None, description="loss_fn_inputs keys of the run; none: those of the first accepted post"
+    )
+    require_targets: bool = Field(
+        default=True, description="a datum without target_tokens gets 422"
+    )
+
+
+class Queue(Section):
+    dir: Path = Field(default_factory=_default_queue_dir, description="a folder on tmpfs")
+    bytes: ByteSize = Field(
+        default=ByteSize(256 << 20), ge=1 << 16, description="data region a dp rank"
+    )
+    records: int = Field(default=1024, ge=2, description="descriptors a dp rank")
+    mode: Annotated[int, BeforeValidator(_octal)] = Field(
+        0o600, ge=0, le=0o777, description="of the ring files, octal"
+    )
+    replicas: int = Field(default=1, ge=1, description="readers of each ring: tp, pp and cp peers")
+    prefault: bool = Field(default=True, description="touch every page at start")
+
+
+class Spool(Section):
+    durability: Literal["memory"] = Field(
+        "memory", description="segments and database on the queue's tmpfs"
+    )
+    segment_bytes: ByteSize = Field(
+        ByteSize(64 << 20), ge=1 << 16, description="size of one segment file"
+    )
+    pool_segments: int = Field(default=2, ge=1, description="recycled segments kept for reuse")
+    backlog_bytes: ByteSize | None = Field(
+        None, description="accepted, not yet delivered; over it 429; none: 25 % of the free tmpfs"
+    )
+    retain_bytes: ByteSize | None = Field(
+        None, description="delivered, not yet committed; over it planning stops; none: 50 %"
+    )
+
+
+class Planner(Section):
+    layout: Literal["padded", "thd"] = Field(default="thd", description="of the microbatches")
+    dp_size: int = Field(default=1, ge=1, le=4096, description="data-parallel ranks")
+    batch_size: int | None = Field(
+        None, ge=1, description="datums a step, at least; 64 if neither is set"
+    )
+    batch_groups: int | None = Field(default=None, ge=1, description="groups a step, exactly")
+    microbatch_tokens: int = Field(
+        default=32768, ge=1, description="slots a microbatch, a strict cap"
+    )
+    plan_ahead: int = Field(
+        default=1, ge=0, description="steps planned beyond the one being consumed"
+    )
+
+
+class Groups(Section):
+    memory_s: int = Field(
+        3600, ge=0, description="the id of a finished group is remembered so long"
+    )
+
+
+class TrainerSide(Section):
+    release: Literal["step", "microbatch"] = Field(
+        default="step", description="what one lease covers"
+    )
+
+
+class Run(Section):
+    name: str = Field(default="default", pattern=NAME_PATTERN, description="names the ring files")
+
+
+class Log(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="the least that is logged"
+    )
+    format: Literal["auto", "human", "json"] = Field(
+        "auto", description="auto: human on a terminal"
+    )
+
+
+class Settings(BaseSettings):
+    """The settings of one service, frozen."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="HEADRACE_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        cli_avoid_json=True,
+        cli_prog_name="headrace serve",
+    )
+
+    server: Server = Server()
+    limits: Limits = Limits()
+    idempotency: Idempotency = Idempotency()
+    # `schema` is a method of pydantic's models: the attribute has another name, the setting has
+    # not.
+    run_schema: Schema = Field(default=Schema(), validation_alias="schema")
+    queue: Queue = Queue()
+    spool: Spool = Spool()
+    planner: Planner = Planner()
+    groups: Groups = Groups()
+    trainer: TrainerSide = TrainerSide()
+    run: Run = Run()
+    log: Log = Log()
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens a datum may have: the setting, else what one microbatch can hold."""
+        return self.limits.max_sequence_tokens or self.planner.microbatch_tokens
+
+    @property
+    def batch_size(self) -> int | None:
+        """Datums a step, at least; None where `batch_groups` counts instead."""
+        planner = self.planner
+        return planner.batch_size or (None if planner.batch_groups else 64)
+
+    @model_validator(mode="after")
+    def _agree(self) -> Settings:
+        """Refuse pairs that cannot both hold; each message names both settings."""
+        if self.planner.batch_size is not None and self.planner.batch_groups is not None:
+            raise ValueError(
+                f"planner.batch_size = {self.planner.batch_size} and planner.batch_groups = "
+                f"{self.planner.batch_groups} are both set: a step is measured by one; drop the "
+                "other"
+            )
+        if self.spool.segment_bytes < self.limits.max_body_bytes:
+            raise ValueError(
+                f"spool.segment_bytes = {self.spool.segment_bytes} is smaller than "
+                "limits.max_body_bytes = "
+                f"{self.limits.max_body_bytes}: a post must fit one segment; raise the first or "
+                "lower the other"
+            )
+        if self.max_sequence_tokens > self.planner.microbatch_tokens:
+            raise ValueError(
+                f"limits.max_sequence_tokens = {self.max_sequence_tokens} exceeds "
+                "planner.microbatch_tokens = "
+                f"{self.planner.microbatch_tokens}: such a datum would fit no microbatch; lower "
+                "the first or "
+                f"raise the other"
+            )
+        need = 2 * BYTES_PER_TOKEN * self.planner.microbatch_tokens
+        if self.queue.bytes < need:
+            raise ValueError(
+                f"queue.bytes = {self.queue.bytes} is less than two microbatches of "
+                "planner.microbatch_tokens = "
+                f"{self.planner.microbatch_tokens} slots need ({need} bytes): raise the first or "
+                "lower the other"
+            )
+        return self
+
+
+def load_settings(flags: list[str], config: Path | None = None) -> Settings:
+    """Settings from `flags`, the environment, the file `config` (none: `headrace.toml` if it is
+    there), defaults.
+
+    Raises SettingsError with one line a finding. An unknown flag ends the process with exit status
+    2, as argparse does.
+    """
+    path = config or Path("headrace.toml")
+    if config is not None and not config.is_file():
+        raise SettingsError(f"--config {config}: no such file")
+
+    class FromFile(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (
+                init_settings,
+                env_settings,
+                TomlConfigSettingsSource(settings_cls, toml_file=path),
+            )
+
+    try:
+        return FromFile(_cli_parse_args=flags)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_finding(item) for item in error.errors())) from error
+
+
+def _finding(item: Any) -> str:
+    name = ".".join(str(part) for part in item["loc"])
+    message = item["msg"].removeprefix("Value error, ")
+    if not name:
+        return str(message)
+    if item["type"] == "extra_forbidden":
+        return f"{name}: no such setting; see docs/settings.md"
+    return f"{name}: got {item['input']!r}: {message}"
+
+
+def settings_table() -> str:
+    """Every setting as a Markdown table: name, default, meaning."""
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    for field_name, section in Settings.model_fields.items():
+        name = section.validation_alias or field_name
+        for key, field in section.default.__class__.model_fields.items():
+            default = field.get_default(call_default_factory=True, validated_data={})
+            rows.append(
+                f"| `{name}.{key}` | {_default(key, default)} | {field.description or ''} |"
+            )
+    return "\n".join(rows)
+
+
+def _default(key: str, value: Any) -> str:
+    if isinstance(value, Path):
+        return "`/dev/shm/headrace-{uid}`"
+    if value is None:
+        return "none"
+    if key == "mode":
+        return f"`{value:04o}`"
+    if isinstance(value, ByteSize):
+        return value.human_readable(separator="").replace(".0", "")
+    return str(value).lower() if isinstance(value, bool) else str(value)
