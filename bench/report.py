@@ -41,7 +41,8 @@ def report(results: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column == "case" else "right")
     for row in rows:
         table.add_row(*(_text(row.get(column)) for column in columns))
-    Console().print(table)
+    console = Console()
+    Console(width=console.width if console.is_terminal else 160).print(table)
 
 
 def machine() -> str:
