@@ -33,7 +33,15 @@ TRAINER_SIDE = frozenset({"Microbatch", "Step", "Trainer"})
 
 def __getattr__(name: str) -> Any:
     if name in TRAINER_SIDE:
-        return getattr(import_module("headrace.client.trainer"), name)
+        try:
+            return getattr(import_module("headrace.client.trainer"), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError(
+                f"headrace.client.{name} needs torch, which is not installed: "
+                "pip install 'headrace[torch]'"
+            ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgpack
 import numpy as np
@@ -119,15 +119,18 @@ class RecordLayout:
             placed.append((spec, offset))
             offset += aligned(spec.nbytes)
         self._arrays, self._info_arrays = placed[: len(specs)], placed[len(specs) :]
-        self._meta: bytes = msgpack.packb(
-            {
-                "arrays": [[s.name, s.dtype, list(s.shape), at] for s, at in self._arrays],
-                "info_arrays": [
-                    [s.name, s.dtype, list(s.shape), at] for s, at in self._info_arrays
-                ],
-                "constants": dict(constants),
-                "info": {name: getattr(info, name) for name in SCALARS},
-            }
+        self._meta = cast(
+            bytes,
+            msgpack.packb(
+                {
+                    "arrays": [[s.name, s.dtype, list(s.shape), at] for s, at in self._arrays],
+                    "info_arrays": [
+                        [s.name, s.dtype, list(s.shape), at] for s, at in self._info_arrays
+                    ],
+                    "constants": dict(constants),
+                    "info": {name: getattr(info, name) for name in SCALARS},
+                }
+            ),
         )
         self.meta_offset = offset
         self.nbytes = offset + len(self._meta)

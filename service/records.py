@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import msgpack
 import numpy as np
@@ -198,8 +198,7 @@ class Plan:
         fields: dict[str, Any] = {name: getattr(self, name) for name in PLAN_SCALARS}
         for name, dtype in PLAN_ARRAYS.items():
             fields[name] = getattr(self, name).astype(dtype, copy=False).tobytes()
-        packed: bytes = msgpack.packb(fields)
-        return packed
+        return cast(bytes, msgpack.packb(fields))
 
     @classmethod
     def unpack(cls, packed: bytes) -> Plan:
@@ -233,27 +232,35 @@ class Spool(Protocol):
 
     def stage(self, columns: Mapping[str, DraftColumn]) -> Staged:
         """Copy a draft's columns into a segment, until `append` or `abandon`. Raises SpoolFull."""
+        ...
 
     def abandon(self, staged: Staged) -> None:
         """Give the bytes back; nothing of the post was kept."""
+        ...
 
     def append(self, post: Post) -> Future[Accepted]:
         """Record the post; done when it is as durable as the setting says."""
+        ...
 
     def known(self, token: str, key: str) -> Accepted | None:
         """The answer given to this Idempotency-Key, if it is remembered."""
+        ...
 
     def write_plan(self, plan: Plan) -> None:
         """Write a step down, before anyone acts on it."""
+        ...
 
     def read(self, numbers: NDArray[np.uint64], per_sample: frozenset[str]) -> Sequences:
         """The payload of datums as views into segments; valid until their step is committed."""
+        ...
 
     def ids(self, numbers: NDArray[np.uint64]) -> list[str | None]:
         """The clients' ids of datums."""
+        ...
 
     def commit(self, step: int) -> None:
         """Every plan up to `step` is in a checkpoint: forget its datums, recycle their segments."""
+        ...
 
     def statistics(self) -> dict[str, int]: ...
 

@@ -58,24 +58,24 @@ class Section(BaseModel):
 
 class Server(Section):
     host: Annotated[str, AfterValidator(_loopback)] = Field(
-        "127.0.0.1", description="loopback only"
+        default="127.0.0.1", description="loopback only"
     )
     port: int = Field(default=8421, ge=0, le=65535, description="0 picks a free one")
     keep_alive_s: int = Field(default=75, ge=1, description="an idle connection is kept so long")
     drain_timeout_s: int = Field(
-        20, ge=1, description="open posts may finish within it after SIGTERM"
+        default=20, ge=1, description="open posts may finish within it after SIGTERM"
     )
     switch_interval_s: float = Field(default=0.0005, gt=0, description="sys.setswitchinterval")
 
 
 class Limits(Section):
     max_body_bytes: ByteSize = Field(
-        ByteSize(64 << 20), ge=1024, description="larger bodies get 413"
+        default=ByteSize(64 << 20), ge=1024, description="larger bodies get 413"
     )
     max_datums_per_post: int = Field(default=1024, ge=1, le=1024, description="per-datum form")
     max_datums_columnar: int = Field(default=16384, ge=1, le=16384, description="columnar form")
     max_sequence_tokens: int | None = Field(
-        None, ge=1, description="longer datums get 422; none: planner.microbatch_tokens"
+        default=None, ge=1, description="longer datums get 422; none: planner.microbatch_tokens"
     )
     max_errors: int = Field(default=100, ge=1, description="findings listed in a 422")
 
@@ -86,7 +86,8 @@ class Idempotency(Section):
 
 class Schema(Section):
     keys: tuple[str, ...] | None = Field(
-        None, description="loss_fn_inputs keys of the run; none: those of the first accepted post"
+        default=None,
+        description="loss_fn_inputs keys of the run; none: those of the first accepted post",
     )
     require_targets: bool = Field(
         default=True, description="a datum without target_tokens gets 422"
@@ -100,7 +101,7 @@ class Queue(Section):
     )
     records: int = Field(default=1024, ge=2, description="descriptors a dp rank")
     mode: Annotated[int, BeforeValidator(_octal)] = Field(
-        0o600, ge=0, le=0o777, description="of the ring files, octal"
+        default=0o600, ge=0, le=0o777, description="of the ring files, octal"
     )
     replicas: int = Field(default=1, ge=1, description="readers of each ring: tp, pp and cp peers")
     prefault: bool = Field(default=True, description="touch every page at start")
@@ -108,17 +109,18 @@ class Queue(Section):
 
 class Spool(Section):
     durability: Literal["memory"] = Field(
-        "memory", description="segments and database on the queue's tmpfs"
+        default="memory", description="segments and database on the queue's tmpfs"
     )
     segment_bytes: ByteSize = Field(
-        ByteSize(64 << 20), ge=1 << 16, description="size of one segment file"
+        default=ByteSize(64 << 20), ge=1 << 16, description="size of one segment file"
     )
     pool_segments: int = Field(default=2, ge=1, description="recycled segments kept for reuse")
     backlog_bytes: ByteSize | None = Field(
-        None, description="accepted, not yet delivered; over it 429; none: 25 % of the free tmpfs"
+        default=None,
+        description="accepted, not yet delivered; over it 429; none: 25 % of the free tmpfs",
     )
     retain_bytes: ByteSize | None = Field(
-        None, description="delivered, not yet committed; over it planning stops; none: 50 %"
+        default=None, description="delivered, not yet committed; over it planning stops; none: 50 %"
     )
 
 
@@ -126,7 +128,7 @@ class Planner(Section):
     layout: Literal["padded", "thd"] = Field(default="thd", description="of the microbatches")
     dp_size: int = Field(default=1, ge=1, le=4096, description="data-parallel ranks")
     batch_size: int | None = Field(
-        None, ge=1, description="datums a step, at least; 64 if neither is set"
+        default=None, ge=1, description="datums a step, at least; 64 if neither is set"
     )
     batch_groups: int | None = Field(default=None, ge=1, description="groups a step, exactly")
     microbatch_tokens: int = Field(
@@ -139,7 +141,7 @@ class Planner(Section):
 
 class Groups(Section):
     memory_s: int = Field(
-        3600, ge=0, description="the id of a finished group is remembered so long"
+        default=3600, ge=0, description="the id of a finished group is remembered so long"
     )
 
 
@@ -158,7 +160,7 @@ class Log(Section):
         default="info", description="the least that is logged"
     )
     format: Literal["auto", "human", "json"] = Field(
-        "auto", description="auto: human on a terminal"
+        default="auto", description="auto: human on a terminal"
     )
 
 
@@ -262,7 +264,7 @@ def load_settings(flags: list[str], config: Path | None = None) -> Settings:
             )
 
     try:
-        return FromFile(_cli_parse_args=flags)
+        return FromFile(_cli_parse_args=flags)  # pyright: ignore[reportCallIssue]
     except ValidationError as error:
         raise SettingsError("\n".join(_finding(item) for item in error.errors())) from error
 
