@@ -1,27 +1,42 @@
 """Every error that headrace raises on purpose, as one tree.
 
-    HeadraceError ├── Refused                    the service will not take this request; never
-    repaired │   ├── MalformedBody          400  not msgpack, trailing bytes, wrong types │   ├──
-    LengthMissing          411  no Content-Length │   ├── BodyTooLarge           413  more bytes
-    than limits.max_body_bytes │   ├── UnsupportedMedia       415  content type or encoding that is
-    not spoken here │   ├── NotLoopback            421  a Host header that is not this service's │
-    ├── InvalidDatums          422  `errors` says index, field, code, got, want │   ├── KeyConflict
-    409  the same Idempotency-Key with other bytes │   ├── BacklogFull            429  accepted and
-    not yet delivered: over the budget │   └── NotServing             503  starting, draining, disk
-    full, retain full ├── DatumError (ValueError)    a datum that cannot be built or collated ├──
-    SettingsError (ValueError) settings that contradict each other ├── LeftoverFound              an
-    earlier process left rings or a spool, and --discard was not given ├── SpoolError │   ├──
-    SpoolBusy              another live process holds the folder │   ├── SpoolFull              no
-    segment has room and none may be made │   └── SpoolVersion           written by another major
-    version ├── RingError │   ├── RingBusy               a lock that this process wants is held │
-    ├── RingNoSpace            the tmpfs cannot hold the ring │   ├── RingForeign            not a
-    ring of ours: magic, version, size or owner differ │   ├── RingCorrupt            a descriptor
-    or a word breaks an invariant │   ├── RingGap                records were skipped │   └──
-    RecordTooLarge         one record or step can never fit ├── TrainerError │   ├── ServiceGone
-    the writer's lock is free and stayed so beyond the bound │   ├── ResumeUnknown
-    resume_after names what this service cannot resume │   ├── TopologyMismatch       dp_rank,
-    dp_size or replicas differ from the ring's │   └── CommitOverdue          the retain budget is
-    full of delivered, uncommitted steps └── ClientError
+    HeadraceError
+    ├── Refused                    the service will not take this request; never repaired
+    │   ├── MalformedBody          400  not msgpack, trailing bytes, a length that does not hold
+    │   ├── PaddedBody             400  mostly bytes that no field needs
+    │   ├── LengthMissing          411  no Content-Length
+    │   ├── BodyTooLarge           413  more bytes than limits.max_body_bytes
+    │   ├── UnsupportedMedia       415  a content type or encoding that is not spoken here
+    │   ├── Unauthorized           401  no token, or one that is not known
+    │   │   └── TokenExpired       401  a known token whose time is over
+    │   ├── Forbidden              403  a token whose role may not do this
+    │   │   └── ForeignOrigin      403  a web page of another origin sent it
+    │   ├── NotLoopback            421  a Host header that is not this service's
+    │   ├── InvalidDatums          422  `errors` says index, field, code, got, want
+    │   ├── KeyConflict            409  the same Idempotency-Key with other bytes
+    │   ├── InProgress             409  the first try with this key is still running
+    │   ├── BacklogFull            429  accepted and not yet delivered: over the budget
+    │   └── NotServing             503  starting, draining, disk full, retain full
+    ├── DatumError                 a datum that cannot be built or collated; a ValueError
+    ├── SettingsError              settings that contradict each other; a ValueError
+    ├── LeftoverFound              an earlier process left rings or a spool; no --discard was given
+    ├── SpoolError
+    │   ├── SpoolBusy              another live process holds the folder
+    │   ├── SpoolFull              no segment has room and none may be made
+    │   └── SpoolVersion           written by another major version
+    ├── RingError
+    │   ├── RingBusy               a lock that this process wants is held
+    │   ├── RingNoSpace            the tmpfs cannot hold the ring
+    │   ├── RingForeign            not a ring of ours: magic, version, size or owner differ
+    │   ├── RingCorrupt            a descriptor or a word breaks an invariant
+    │   ├── RingGap                records were skipped
+    │   └── RecordTooLarge         one record or step can never fit
+    ├── TrainerError
+    │   ├── ServiceGone            the writer's lock is free, and stayed so beyond the bound
+    │   ├── ResumeUnknown          resume_after names what this service cannot resume
+    │   ├── TopologyMismatch       dp_rank, dp_size or replicas differ from the ring's
+    │   └── CommitOverdue          the retain budget is full of delivered, uncommitted steps
+    └── ClientError
         ├── ClientClosed           the client was closed, or is a copy in a forked process
         ├── OutboxFull             on_full="raise" and no room
         ├── PostFailed             a post was refused for good or its deadline passed
@@ -44,7 +59,10 @@ __all__ = [
     "CommitOverdue",
     "DatumError",
     "FieldError",
+    "Forbidden",
+    "ForeignOrigin",
     "HeadraceError",
+    "InProgress",
     "InvalidDatums",
     "KeyConflict",
     "LeftoverFound",
@@ -53,6 +71,7 @@ __all__ = [
     "NotLoopback",
     "NotServing",
     "OutboxFull",
+    "PaddedBody",
     "PolicyTimeout",
     "PostFailed",
     "RecordTooLarge",
@@ -70,8 +89,10 @@ __all__ = [
     "SpoolError",
     "SpoolFull",
     "SpoolVersion",
+    "TokenExpired",
     "TopologyMismatch",
     "TrainerError",
+    "Unauthorized",
     "UnsupportedMedia",
 ]
 
@@ -117,6 +138,10 @@ class MalformedBody(Refused):
     code, status = "malformed", 400
 
 
+class PaddedBody(Refused):
+    code, status = "padding", 400
+
+
 class LengthMissing(Refused):
     code, status = "length_missing", 411
 
@@ -127,6 +152,22 @@ class BodyTooLarge(Refused):
 
 class UnsupportedMedia(Refused):
     code, status = "unsupported_media", 415
+
+
+class Unauthorized(Refused):
+    code, status = "unauthorized", 401
+
+
+class TokenExpired(Unauthorized):
+    code, status = "token_expired", 401
+
+
+class Forbidden(Refused):
+    code, status = "forbidden", 403
+
+
+class ForeignOrigin(Forbidden):
+    code, status = "foreign_origin", 403
 
 
 class NotLoopback(Refused):
@@ -150,6 +191,17 @@ class InvalidDatums(Refused):
 
 class KeyConflict(Refused):
     code, status = "conflict", 409
+
+
+class InProgress(Refused):
+    code, status = "in_progress", 409
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message, retry_after)
+        self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class BacklogFull(Refused):
