@@ -4,6 +4,9 @@
     ├── Refused                    the service will not take this request; never repaired
     │   ├── MalformedBody          400  not msgpack, trailing bytes, a length that does not hold
     │   ├── PaddedBody             400  mostly bytes that no field needs
+    │   ├── MalformedHead          400  not HTTP/1.1, or too many requests sent ahead
+    │   ├── HeadTooLarge           431  more bytes than server.max_head_bytes
+    │   ├── TooSlow                408  head or body did not arrive in time
     │   ├── LengthMissing          411  no Content-Length
     │   ├── BodyTooLarge           413  more bytes than limits.max_body_bytes
     │   ├── UnsupportedMedia       415  a content type or encoding that is not spoken here
@@ -16,7 +19,9 @@
     │   ├── KeyConflict            409  the same Idempotency-Key with other bytes
     │   ├── InProgress             409  the first try with this key is still running
     │   ├── BacklogFull            429  accepted and not yet delivered: over the budget
-    │   └── NotServing             503  starting, draining, disk full, retain full
+    │   └── NotServing             503  starting, disk full, retain full
+    │       ├── Draining           503  ending: open posts are finished, new ones are not taken
+    │       └── TooManyConnections 503  server.max_connections are open
     ├── DatumError                 a datum that cannot be built or collated; a ValueError
     ├── SettingsError              settings that contradict each other; a ValueError
     ├── LeftoverFound              an earlier process left rings or a spool; no --discard was given
@@ -58,9 +63,11 @@ __all__ = [
     "ClientError",
     "CommitOverdue",
     "DatumError",
+    "Draining",
     "FieldError",
     "Forbidden",
     "ForeignOrigin",
+    "HeadTooLarge",
     "HeadraceError",
     "InProgress",
     "InvalidDatums",
@@ -68,6 +75,7 @@ __all__ = [
     "LeftoverFound",
     "LengthMissing",
     "MalformedBody",
+    "MalformedHead",
     "NotLoopback",
     "NotServing",
     "OutboxFull",
@@ -90,6 +98,8 @@ __all__ = [
     "SpoolFull",
     "SpoolVersion",
     "TokenExpired",
+    "TooManyConnections",
+    "TooSlow",
     "TopologyMismatch",
     "TrainerError",
     "Unauthorized",
@@ -140,6 +150,18 @@ class MalformedBody(Refused):
 
 class PaddedBody(Refused):
     code, status = "padding", 400
+
+
+class MalformedHead(Refused):
+    code, status = "malformed_head", 400
+
+
+class HeadTooLarge(Refused):
+    code, status = "head_too_large", 431
+
+
+class TooSlow(Refused):
+    code, status = "too_slow", 408
 
 
 class LengthMissing(Refused):
@@ -224,6 +246,14 @@ class NotServing(Refused):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class Draining(NotServing):
+    code = "draining"
+
+
+class TooManyConnections(NotServing):
+    code = "too_many_connections"
 
 
 class DatumError(HeadraceError, ValueError):

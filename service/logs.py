@@ -42,4 +42,6 @@ def configure_logs(settings: Log, *, run: str) -> None:
     root.handlers = [handler]
     root.setLevel(settings.level.upper())
     # uvicorn tells of a failed start with a traceback; the CLI says it in one sentence.
-    logging.getLogger("uvicorn.error").setLevel("CRITICAL")
+    uvicorn = logging.getLogger("uvicorn.error")
+    uvicorn.setLevel(max(logging.WARNING, logging.getLevelName(settings.level.upper())))
+    uvicorn.addFilter(lambda record: "lifespan" not in record.pathname)

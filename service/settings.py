@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -32,16 +31,18 @@ from pydantic_settings import (
 
 from headrace.schemas.errors import SettingsError
 
-__all__ = ["NAME_PATTERN", "Settings", "load_settings", "settings_table"]
+__all__ = ["NAME_PATTERN", "TOKENS_VARIABLE", "Settings", "load_settings", "settings_table"]
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,62}$"
+TOKENS_VARIABLE = "HEADRACE_TOKENS"  # secrets: no setting, so that nothing shows it
 BYTES_PER_TOKEN = 64  # of a laid-out microbatch, an upper bound for the usual keys
 
 
-def _loopback(host: str) -> str:
-    if host != "localhost" and not ip_address(host).is_loopback:
-        raise ValueError(f"got {host!r}, want a loopback address: this service takes no tokens")
-    return host
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _octal(mode: Any) -> Any:
@@ -57,25 +58,77 @@ class Section(BaseModel):
 
 
 class Server(Section):
-    host: Annotated[str, AfterValidator(_loopback)] = Field(
-        default="127.0.0.1", description="loopback only"
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="beyond loopback it takes tokens, or server.insecure",
     )
     port: int = Field(default=8421, ge=0, le=65535, description="0 picks a free one")
+    insecure: bool = Field(default=False, description="listen beyond loopback without tokens")
+    tls_cert: Path | None = Field(default=None, description="PEM chain; with tls_key it is https")
+    tls_key: Path | None = Field(default=None, description="PEM key of the certificate")
+    tls_client_ca: Path | None = Field(
+        default=None, description="PEM; clients then need a certificate that it signed"
+    )
     keep_alive_s: int = Field(default=75, ge=1, description="an idle connection is kept so long")
+    head_timeout_s: float = Field(
+        default=10, gt=0, description="a request's head must be whole within it, else 408"
+    )
+    body_timeout_s: float = Field(
+        default=60, gt=0, description="a request's body must be whole within it, else 408"
+    )
+    min_body_rate_bytes_s: int = Field(
+        default=65536, ge=0, description="slower bodies get 408, after 5 s of grace"
+    )
+    max_head_bytes: ByteSize = Field(
+        default=ByteSize(32768), ge=1024, description="larger heads get 431"
+    )
+    max_connections: int = Field(default=4096, ge=1, description="beyond it 503")
     drain_timeout_s: int = Field(
         default=20, ge=1, description="open posts may finish within it after SIGTERM"
     )
     switch_interval_s: float = Field(default=0.0005, gt=0, description="sys.setswitchinterval")
+    malloc_tuning: bool = Field(
+        default=True, description="glibc keeps freed memory for the next bodies"
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(), description="names in the Host header beside loopback ones; others get 421"
+    )
+
+
+class Auth(Section):
+    tokens_file: Path | None = Field(
+        default=None,
+        description="lines `name role secret [expires]`, re-read on SIGHUP; also `HEADRACE_TOKENS`",
+    )
+    per_token_share: float = Field(
+        default=1.0, gt=0, le=1, description="of the backlog budget, for one token's datums"
+    )
 
 
 class Limits(Section):
     max_body_bytes: ByteSize = Field(
         default=ByteSize(64 << 20), ge=1024, description="larger bodies get 413"
     )
+    inflight_body_bytes: ByteSize = Field(
+        default=ByteSize(256 << 20), ge=1024, description="bodies being read; over it 429"
+    )
     max_datums_per_post: int = Field(default=1024, ge=1, le=1024, description="per-datum form")
     max_datums_columnar: int = Field(default=16384, ge=1, le=16384, description="columnar form")
     max_sequence_tokens: int | None = Field(
         default=None, ge=1, description="longer datums get 422; none: planner.microbatch_tokens"
+    )
+    max_json_bytes: ByteSize = Field(
+        default=ByteSize(1 << 20), ge=1024, description="JSON bodies, for posts typed by hand"
+    )
+    max_inflate_ratio: int = Field(
+        default=200, ge=1, description="an encoded body that grows more gets 413"
+    )
+    vocab_size: int | None = Field(
+        default=None, ge=1, description="ids from it on get 422; none: any that fits int32"
+    )
+    logprob_max: float = Field(
+        default=1e-3, ge=0, description="a larger logprob gets 422 where the weight is not 0"
     )
     max_errors: int = Field(default=100, ge=1, description="findings listed in a 422")
 
@@ -84,10 +137,25 @@ class Idempotency(Section):
     window_s: int = Field(default=3600, ge=300, description="a key is remembered at least so long")
 
 
+class Stream(Section):
+    """A key with values of its own dtype and several dimensions, such as routed experts."""
+
+    dtype: Literal[
+        "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+        "float16", "float32", "float64", "bool",
+    ]  # fmt: skip
+    shape: tuple[int, ...] = ()  # of one token
+    rows: Literal["T", "T-1"] = "T"  # T-1: one row of zeros is put in front
+
+
 class Schema(Section):
     keys: tuple[str, ...] | None = Field(
         default=None,
         description="loss_fn_inputs keys of the run; none: those of the first accepted post",
+    )
+    streams: dict[str, Stream] = Field(
+        default={},
+        description="keys that keep their dtype: name to dtype, shape of a token, rows T or T-1",
     )
     require_targets: bool = Field(
         default=True, description="a datum without target_tokens gets 422"
@@ -140,6 +208,12 @@ class Planner(Section):
 
 
 class Groups(Section):
+    max_open: int = Field(
+        default=100_000, ge=1, description="groups that collect members; beyond it 429"
+    )
+    shared: bool = Field(
+        default=False, description="any token may add to a group, not only the one that opened it"
+    )
     memory_s: int = Field(
         default=3600, ge=0, description="the id of a finished group is remembered so long"
     )
@@ -177,6 +251,7 @@ class Settings(BaseSettings):
     )
 
     server: Server = Server()
+    auth: Auth = Auth()
     limits: Limits = Limits()
     idempotency: Idempotency = Idempotency()
     # `schema` is a method of pydantic's models: the attribute has another name, the setting has
@@ -201,9 +276,31 @@ class Settings(BaseSettings):
         planner = self.planner
         return planner.batch_size or (None if planner.batch_groups else 64)
 
+    @property
+    def takes_tokens(self) -> bool:
+        """Requests need a bearer token: `auth.tokens_file` or HEADRACE_TOKENS is set."""
+        return self.auth.tokens_file is not None or TOKENS_VARIABLE in os.environ
+
     @model_validator(mode="after")
     def _agree(self) -> Settings:
         """Refuse pairs that cannot both hold; each message names both settings."""
+        server = self.server
+        if not (server.insecure or self.takes_tokens or _is_loopback(server.host)):
+            raise ValueError(
+                f"server.host = {server.host!r} is not a loopback address and auth.tokens_file is "
+                "not set: anyone who reaches it could post; give it tokens (auth.tokens_file or "
+                f"{TOKENS_VARIABLE}), or say server.insecure = true"
+            )
+        if (server.tls_cert is None) != (server.tls_key is None):
+            raise ValueError(
+                f"server.tls_cert = {server.tls_cert} and server.tls_key = {server.tls_key}: TLS "
+                "takes both; set the other one too"
+            )
+        if server.tls_client_ca is not None and server.tls_cert is None:
+            raise ValueError(
+                f"server.tls_client_ca = {server.tls_client_ca} is set and server.tls_cert is not: "
+                "client certificates are part of TLS; set server.tls_cert and server.tls_key"
+            )
         if self.planner.batch_size is not None and self.planner.batch_groups is not None:
             raise ValueError(
                 f"planner.batch_size = {self.planner.batch_size} and planner.batch_groups = "
@@ -216,6 +313,12 @@ class Settings(BaseSettings):
                 "limits.max_body_bytes = "
                 f"{self.limits.max_body_bytes}: a post must fit one segment; raise the first or "
                 "lower the other"
+            )
+        if self.limits.inflight_body_bytes < self.limits.max_body_bytes:
+            raise ValueError(
+                f"limits.inflight_body_bytes = {self.limits.inflight_body_bytes} is smaller than "
+                f"limits.max_body_bytes = {self.limits.max_body_bytes}: the largest body would "
+                "never be read; raise the first or lower the other"
             )
         if self.max_sequence_tokens > self.planner.microbatch_tokens:
             raise ValueError(
@@ -295,7 +398,7 @@ def settings_table() -> str:
 def _default(key: str, value: Any) -> str:
     if isinstance(value, Path):
         return "`/dev/shm/headrace-{uid}`"
-    if value is None:
+    if value is None or value == ():
         return "none"
     if key == "mode":
         return f"`{value:04o}`"

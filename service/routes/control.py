@@ -1,4 +1,8 @@
-"""What people and clients ask the service: status, limits, policy, health."""
+"""What people and clients ask the service: status, limits, policy, health.
+
+Each route stands on the router of those who may call it; who that is for a token of which role is
+the table of docs/security.md. The health routes are open and say nothing but their status.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from headrace.service.pipeline import Pipeline
+from headrace.service.refusals import Refusals
+from headrace.service.routes.guarded import guarded
 
 __all__ = ["router"]
 
-router = APIRouter()
+for_any_role = APIRouter(route_class=guarded("any"))
+for_viewers = APIRouter(route_class=guarded("viewer"))
+for_all = APIRouter()
 
 
 def _pipeline(request: Request) -> Pipeline:
@@ -18,19 +26,20 @@ def _pipeline(request: Request) -> Pipeline:
     return pipeline
 
 
-@router.get("/v1/status")
+@for_viewers.get("/v1/status")
 async def status(request: Request) -> dict[str, Any]:
-    """The books, and in one sentence what the next step waits for."""
-    return _pipeline(request).status()
+    """The books, in one sentence what the next step waits for, and refusals by code and token."""
+    refusals: Refusals = request.app.state.refusals
+    return _pipeline(request).status() | {"refused": refusals.counts()}
 
 
-@router.get("/v1/limits")
+@for_any_role.get("/v1/limits")
 async def limits(request: Request) -> dict[str, Any]:
     """What a post must keep to; `keys` is the run's schema once it is pinned."""
     return _pipeline(request).limits()
 
 
-@router.get("/v1/policy")
+@for_any_role.get("/v1/policy")
 async def policy(
     request: Request,
     newer_than: Annotated[int, Query(ge=-1)] = -1,
@@ -43,13 +52,18 @@ async def policy(
     return {"version": newest.version, "uri": newest.uri}
 
 
-@router.get("/healthz")
+@for_all.get("/healthz", status_code=204)
 async def healthz() -> Response:
     """204: the process answers."""
     return Response(status_code=204)
 
 
-@router.get("/readyz")
+@for_all.get("/readyz", status_code=204, responses={503: {"description": "not serving"}})
 async def readyz(request: Request) -> Response:
     """204: posts are accepted. 503: starting, stopping or failed."""
     return Response(status_code=204 if _pipeline(request).ready else 503)
+
+
+router = APIRouter()
+for part in (for_any_role, for_viewers, for_all):
+    router.include_router(part)

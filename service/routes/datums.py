@@ -1,9 +1,8 @@
-"""`POST /v1/datums`: headers, body, answer. A plain Starlette route: no models, no dependency
-injection.
+"""`POST /v1/datums`: head, body, answer. A plain Starlette route: no models, no dependencies.
 
-Length, type and budget are checked on the headers, before a byte of the body is read; an answer
-that leaves a body unread closes the connection. The body goes into one buffer of its announced
-length.
+Who, what type, what length and whether there is room are asked of the head, before a byte of the
+body is read; an answer that leaves a body unread closes the connection. The body goes into one
+pooled buffer of its announced length, which the door gives back.
 """
 
 from __future__ import annotations
@@ -15,17 +14,25 @@ from starlette.responses import JSONResponse, Response
 
 from headrace.schemas.errors import (
     BodyTooLarge,
+    FieldError,
+    InvalidDatums,
     LengthMissing,
     MalformedBody,
     Refused,
     UnsupportedMedia,
 )
+from headrace.service.bodies import Body
+from headrace.service.door import Head
+from headrace.service.inflate import ENCODINGS
 from headrace.service.pipeline import Pipeline
-from headrace.service.routes.problems import problem
+from headrace.service.refusals import shown
+from headrace.service.routes.guarded import admit, refuse
+from headrace.service.settings import Limits
 
 __all__ = ["post_datums"]
 
-MEDIA = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+JSON = "application/json"
 KEY_PATTERN = re.compile(r"[!-~]{1,128}")
 
 
@@ -34,53 +41,80 @@ async def post_datums(request: Request) -> Response:
     pipeline: Pipeline = request.app.state.pipeline
     body_read = False
     try:
-        nbytes = _announced(request, pipeline.settings.limits.max_body_bytes)
-        key = _key(request)
-        pipeline.admit(nbytes)
-        body = await _read(request, nbytes)
+        identity = admit(request, "rollout", changes_state=True)
+        head = _head(request, pipeline.settings.limits, identity.name)
+        pipeline.admit(head)
+        body = await _read(request, pipeline, head)
         body_read = True
-        return JSONResponse(await pipeline.accept(body, key), status_code=202)
+        return JSONResponse(await pipeline.accept(body, head), status_code=202)
     except Refused as refused:
-        return problem(refused, close=not body_read)
+        return refuse(request, refused, close=not body_read)
 
 
-def _announced(request: Request, most: int) -> int:
-    """The body's length in bytes, if it is one that will be read."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media not in MEDIA:
-        raise UnsupportedMedia(f"Content-Type: got {media or 'none'!r}, want {MEDIA[0]}")
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding != "identity":
-        raise UnsupportedMedia(f"Content-Encoding: got {encoding!r}, want none")
-    length = request.headers.get("content-length")
+def _head(request: Request, limits: Limits, token: str) -> Head:
+    """The request's head, if its body is one that will be read."""
+    headers = request.headers
+    media = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != JSON and media not in MSGPACK:
+        raise UnsupportedMedia(f"Content-Type: got {shown(media)}, want {MSGPACK[0]}")
+    encoding: str | None = headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "identity":
+        encoding = None
+    elif encoding not in ENCODINGS:
+        want = ", ".join(ENCODINGS)
+        raise UnsupportedMedia(
+            f"Content-Encoding: got {shown(encoding or '')}, want {want} or none"
+        )
+    length = headers.get("content-length")
     if length is None or not length.isdecimal():
         raise LengthMissing("Content-Length: got none, want the body's length in bytes")
-    if int(length) > most:
+    most = limits.max_json_bytes if media == JSON else limits.max_body_bytes
+    if len(length) > 18 or int(length) > most:
+        name = "max_json_bytes" if media == JSON else "max_body_bytes"
         raise BodyTooLarge(
-            f"Content-Length: got {length}, want at most limits.max_body_bytes = {most}: send "
-            "smaller posts"
+            f"Content-Length: got {length[:32]}, want at most limits.{name} = {most}: send smaller "
+            f"posts"
         )
-    return int(length)
-
-
-def _key(request: Request) -> str | None:
-    key = request.headers.get("idempotency-key")
+    key = headers.get("idempotency-key")
     if key is not None and KEY_PATTERN.fullmatch(key) is None:
         raise MalformedBody(
             f"Idempotency-Key: got {len(key)} characters, want 1 to 128 visible ASCII ones"
         )
-    return key
+    return Head(
+        nbytes=int(length),
+        json=media == JSON,
+        encoding=encoding,
+        key=key,
+        skip=_skip(request),
+        token=token,
+    )
 
 
-async def _read(request: Request, nbytes: int) -> bytearray:
-    body = bytearray(nbytes)
+def _skip(request: Request) -> bool:
+    on_invalid = request.query_params.get("on_invalid", "refuse")
+    if on_invalid not in ("refuse", "skip"):
+        want = "'refuse' or 'skip'"
+        got = shown(on_invalid)
+        raise InvalidDatums(
+            [FieldError(index=None, field="on_invalid", code="query", got=got, want=want)]
+        )
+    return on_invalid == "skip"
+
+
+async def _read(request: Request, pipeline: Pipeline, head: Head) -> Body:
+    body = pipeline.bodies.lease(head.nbytes)
+    buffer = body.buffer
     at = 0
     try:
         async for chunk in request.stream():
-            body[at : at + len(chunk)] = chunk
+            buffer[at : at + len(chunk)] = chunk
             at += len(chunk)
+        if at != head.nbytes:
+            raise MalformedBody(f"the body has {at} bytes, Content-Length says {head.nbytes}")
     except ClientDisconnect as error:
-        raise MalformedBody(f"the client left after {at} of {nbytes} bytes") from error
-    if at != nbytes:
-        raise MalformedBody(f"the body has {at} bytes, Content-Length says {nbytes}")
+        body.release()
+        raise MalformedBody(f"the client left after {at} of {head.nbytes} bytes") from error
+    except BaseException:
+        body.release()
+        raise
     return body

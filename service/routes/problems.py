@@ -1,4 +1,7 @@
-"""Errors as `application/problem+json` (RFC 9457): type, title, status, detail, and our `code`."""
+"""Errors as `application/problem+json` (RFC 9457): type, title, status, detail, and our `code`.
+
+Every refusal is also noted, to be counted and logged (refusals.py).
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,28 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from headrace.schemas.errors import FieldError, InvalidDatums, Refused
+from headrace.schemas.errors import FieldError, InvalidDatums, Refused, Unauthorized
+from headrace.service.refusals import Refusals, shown
 
-__all__ = ["on_http_error", "on_invalid_query", "problem"]
+__all__ = ["has_body", "note", "on_http_error", "on_invalid_query", "problem"]
+
+
+def note(request: Request, code: str, detail: str) -> None:
+    """Count and log a refusal of this request, under the token that `admit` found."""
+    refusals: Refusals = request.app.state.refusals
+    identity = getattr(request.state, "identity", None)
+    refusals.note(
+        code,
+        detail,
+        identity.name if identity is not None else "",
+        client=request.client.host if request.client is not None else None,
+    )
+
+
+def has_body(request: Request) -> bool:
+    """A body was announced: an answer that leaves it unread closes the connection."""
+    headers = request.headers
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
 def problem(refused: Refused, *, close: bool = False) -> JSONResponse:
@@ -24,19 +46,25 @@ def problem(refused: Refused, *, close: bool = False) -> JSONResponse:
     headers: dict[str, str] = {}
     if refused.retry_after is not None:
         headers["Retry-After"] = str(refused.retry_after)
+    if isinstance(refused, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
     if close:
         headers["Connection"] = "close"
     return _document(refused.status, refused.code, str(refused), findings, headers)
 
 
-async def on_http_error(_: Request, error: Exception) -> Response:
-    """404 and 405 in the same form."""
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """404 and 405 in the same form; a body is left unread."""
     assert isinstance(error, HTTPException)
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    return _document(error.status_code, code, str(error.detail), [], dict(error.headers or {}))
+    note(request, code, f"{request.method} {shown(request.url.path)}")
+    headers = dict(error.headers or {})
+    if has_body(request):
+        headers["Connection"] = "close"
+    return _document(error.status_code, code, str(error.detail), [], headers)
 
 
-async def on_invalid_query(_: Request, error: Exception) -> Response:
+async def on_invalid_query(request: Request, error: Exception) -> Response:
     """422 where a query parameter is wrong."""
     assert isinstance(error, RequestValidationError)
     findings = [
@@ -49,6 +77,7 @@ async def on_invalid_query(_: Request, error: Exception) -> Response:
         )
         for found in error.errors()
     ]
+    note(request, "invalid", str(findings[0]))
     return _document(422, "invalid", str(findings[0]), findings, {})
 
 
