@@ -9,7 +9,9 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from headrace.service.auth import Guard
 from headrace.service.pipeline import Pipeline
+from headrace.service.refusals import Refusals
 from headrace.service.routes import control
 from headrace.service.routes.datums import post_datums
 from headrace.service.routes.problems import on_http_error, on_invalid_query
@@ -23,7 +25,9 @@ def create_app(settings: Settings, *, discard: bool = False) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.refusals = Refusals()
         try:
+            app.state.guard = Guard(settings)
             pipeline = Pipeline.open(settings, discard=discard)
         except Exception as error:
             app.state.start_error = error
@@ -33,6 +37,7 @@ def create_app(settings: Settings, *, discard: bool = False) -> FastAPI:
             yield
         finally:
             await pipeline.close()
+            app.state.refusals.close()
 
     app = FastAPI(title="headrace", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_exception_handler(HTTPException, on_http_error)

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.service.decode import Findings
+from headrace.schemas.errors import BacklogFull
+from headrace.service.findings import Findings
 from headrace.service.records import Draft, Headers, datum_numbers
 
 __all__ = ["Buffer", "Group", "GroupState", "Reservation"]
@@ -51,9 +52,11 @@ class Group:
     number: int
     name: str | None
     size: int
+    token: str  # the name of the token that opened it
     promised: int = 0  # members of posts that are being recorded
     present: int = 0  # members recorded
     loss_tokens: int = 0
+    nbytes: int = 0
     state: GroupState = GroupState.COLLECTING
     parts: list[tuple[NDArray[np.uint64], NDArray[Any]]] = field(default_factory=list)
 
@@ -84,8 +87,9 @@ class Reservation:
     """Places in groups that a post may fill. Ends in `Buffer.add` or `Buffer.cancel`."""
 
     groups: NDArray[np.uint64]  # [N] the group's number, by datum
-    opened: Sequence[Group]
-    members: Sequence[tuple[Group, int]]
+    opened: Sequence[Group] = ()
+    members: Sequence[tuple[Group, int]] = ()
+    short: Sequence[tuple[Group, int]] = ()  # by how many members a group ends smaller
 
 
 @dataclass(slots=True)
@@ -97,8 +101,18 @@ class StepGroups:
 class Buffer:
     """All groups of the run that are not forgotten yet."""
 
-    def __init__(self, *, memory_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        memory_s: float,
+        max_open: int = 100_000,
+        shared: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._lock = threading.Lock()
+        self._max_open, self._shared = max_open, shared
+        self._dropped: Counter[str] = Counter()
+        self._held_by: Counter[str] = Counter()  # backlog bytes by token
         self._memory_s = memory_s
         self._clock = clock
         self._groups: dict[int, Group] = {}
@@ -116,72 +130,103 @@ class Buffer:
             Tally(),
         )
 
-    def reserve(self, draft: Draft, findings: Findings) -> Reservation:
-        """Places for a post's datums. Where `findings` are added, nothing was reserved."""
+    def reserve(
+        self,
+        draft: Draft,
+        findings: Findings,
+        *,
+        token: str = "",
+        left_out: Sequence[tuple[str, int]] = (),
+    ) -> Reservation:
+        """Places for a post's datums. Where `findings` are added, nothing was reserved.
+
+        `left_out`: (group_id, group_size or 0) of datums that the post had and that were skipped:
+        their groups end smaller.
+        """
         names = draft.group_ids or [None] * len(draft)
         sizes = draft.group_sizes.tolist()
         before = len(findings.errors)
+        short = Counter(name for name, _ in left_out)
         with self._lock:
             wanted: dict[str, int] = {}
             counts = Counter(name for name in names if name is not None)
-            for index, (name, size) in enumerate(zip(names, sizes, strict=True)):
+            for at, (name, size) in enumerate(zip(names, sizes, strict=True)):
+                index = int(draft.origin[at])
                 if name is None:
                     if size > 1:
-                        findings.add(
-                            index,
-                            "group_id",
-                            "group_id_missing",
-                            f"group_size {size}",
-                            "a group_id",
-                        )
+                        got = f"group_size {size}"
+                        findings.add(index, "group_id", "group_id_missing", got, "a group_id")
                     continue
                 known = self._by_name.get(name)
-                want = wanted.setdefault(name, known.size if known else size or counts[name])
-                if size and size != want:
+                if known is not None and known.token != token and not self._shared:
                     findings.add(
-                        index,
-                        "group_size",
-                        "group_size_differs",
-                        size,
-                        f"{want}, as the group has it",
+                        index, "group_id", "group_foreign", repr(name), "a group of this token"
                     )
+                fresh = size or counts[name] + short[name]
+                want = wanted.setdefault(name, known.size if known else fresh)
+                if size and size != want:
+                    text = f"{want}, as the group has it"
+                    findings.add(index, "group_size", "group_size_differs", size, text)
             for name, count in counts.items():
                 known = self._by_name.get(name)
                 there = known.present + known.promised if known else 0
-                if there + count > wanted[name]:
-                    index = [i for i, n in enumerate(names) if n == name][wanted[name] - there :][0]
-                    got = f"{name!r} with {there} members and {count} more"
-                    findings.add(index, "group_id", "group_full", got, f"{wanted[name]} members")
+                room = max(wanted[name] - there - short[name], 0)
+                if count <= room:
+                    continue
+                got = f"{name!r} with {there} members and {count + short[name]} more"
+                place = [at for at, of in enumerate(names) if of == name]
+                for at in place[room:]:
+                    index, text = int(draft.origin[at]), f"{wanted[name]} members"
+                    findings.add(index, "group_id", "group_full", got, text)
             if len(findings.errors) > before:
-                return Reservation(np.zeros(0, np.uint64), (), ())
-            return self._reserve(names, wanted, counts)
+                return Reservation(np.zeros(0, np.uint64))
+            opens = sum(name not in self._by_name for name in wanted)
+            if self._collecting + opens > self._max_open:
+                raise BacklogFull(
+                    f"{self._collecting} groups collect members, groups.max_open is "
+                    f"{self._max_open}: complete or end some"
+                )
+            return self._reserve(names, wanted, counts, token, left_out)
 
     def _reserve(
-        self, names: Sequence[str | None], sizes: dict[str, int], counts: Counter[str]
+        self,
+        names: Sequence[str | None],
+        sizes: dict[str, int],
+        counts: Counter[str],
+        token: str,
+        left_out: Sequence[tuple[str, int]],
     ) -> Reservation:
         opened: list[Group] = []
         members: list[tuple[Group, int]] = []
         for name, count in counts.items():
             group = self._by_name.get(name)
             if group is None:
-                group = self._open(name, sizes[name])
+                group = self._open(name, sizes[name], token)
                 opened.append(group)
             group.promised += count
             members.append((group, count))
+        short: dict[int, tuple[Group, int]] = {}
+        for name, size in left_out:
+            group = self._by_name.get(name)
+            if group is None and size > 1:
+                group = self._open(name, size, token)
+                opened.append(group)
+            if group is not None and group.state is GroupState.COLLECTING:
+                short[group.number] = (group, short.get(group.number, (group, 0))[1] + 1)
         numbers = np.empty(len(names), np.uint64)
         for index, of in enumerate(names):
             if of is None:
-                alone = self._open(None, 1)
+                alone = self._open(None, 1, token)
                 alone.promised = 1
                 opened.append(alone)
                 members.append((alone, 1))
                 numbers[index] = alone.number
             else:
                 numbers[index] = self._by_name[of].number
-        return Reservation(numbers, opened, members)
+        return Reservation(numbers, opened, members, list(short.values()))
 
-    def _open(self, name: str | None, size: int) -> Group:
-        group = Group(self._next_number, name, size)
+    def _open(self, name: str | None, size: int, token: str) -> Group:
+        group = Group(self._next_number, name, size, token)
         self._next_number += 1
         self._groups[group.number] = group
         self._collecting += 1
@@ -190,12 +235,14 @@ class Buffer:
         return group
 
     def cancel(self, reservation: Reservation) -> None:
-        """The post was not recorded: its places are free again, and groups that only it had are
-        gone.
-        """
+        """The post was not recorded: its places are free again, and groups only it had are gone."""
         with self._lock:
             for group, count in reservation.members:
                 group.promised -= count
+            touched = {
+                g.number: g for g in (*reservation.opened, *(g for g, _ in reservation.members))
+            }
+            for group in touched.values():
                 if not group.promised and not group.present:
                     self._collecting -= 1
                     self._forget(group)
@@ -210,20 +257,52 @@ class Buffer:
         with self._lock:
             self._accepted += len(meta)
             self._buffered.add(meta)
-            parts = {int(meta["group"][rows[0]]): rows for rows in np.split(order, cuts)}
+            parts = {int(meta["group"][r[0]]): r for r in np.split(order, cuts) if len(r)}
             for group, count in reservation.members:
                 rows = parts[group.number]
                 group.promised -= count
                 group.present += count
                 group.parts.append((numbers[rows], meta[rows]))
                 group.loss_tokens += int(meta["loss_tokens"][rows].sum(dtype=np.int64))
-                if group.present == group.size:
-                    group.state = GroupState.COMPLETE
-                    self._collecting -= 1
-                    self._complete.append(group)
-                    self._complete_datums += group.size
-                    became += 1
+                group.nbytes += int(meta["bytes"][rows].sum(dtype=np.int64))
+                self._held_by[group.token] += int(meta["bytes"][rows].sum(dtype=np.int64))
+            for group, count in reservation.short:
+                group.size -= count
+            touched = {g.number: g for g, _ in (*reservation.members, *reservation.short)}
+            for group in touched.values():
+                became += self._settle(group)
         return became
+
+    def _settle(self, group: Group) -> int:
+        if group.size <= 0 and not group.promised:
+            self._collecting -= 1
+            self._forget(group)
+        elif group.present and group.present == group.size:
+            group.state = GroupState.COMPLETE
+            self._collecting -= 1
+            self._complete.append(group)
+            self._complete_datums += group.size
+            return 1
+        return 0
+
+    def drop(self, reason: str, datums: int) -> None:
+        """Datums that were taken and not kept."""
+        with self._lock:
+            self._accepted += datums
+            self._dropped[reason] += datums
+
+    def opens_group(self, draft: Draft) -> bool:
+        """Whether any datum of the post is not of a group that is collecting already."""
+        with self._lock:
+            for name in draft.group_ids or [None]:
+                group = None if name is None else self._by_name.get(name)
+                if group is None or group.state is not GroupState.COLLECTING:
+                    return True
+        return False
+
+    def backlog_of(self, token: str) -> int:
+        """Bytes accepted and not yet delivered, of groups that `token` opened."""
+        return self._held_by[token]
 
     def complete(self) -> Iterator[tuple[int, int]]:
         """(datums, loss tokens) of the complete groups, oldest first. For the pump, which alone
@@ -259,13 +338,17 @@ class Buffer:
             self._steps[step] = StepGroups(groups, whole)
             self._buffered.move(self._planned, whole)
 
-    def delivered(self, step: int) -> None:
-        """Step `step` is published whole in every rank's ring."""
+    def delivered(self, step: int) -> int:
+        """Step `step` is published whole in every rank's ring. Its bytes."""
         with self._lock:
             held = self._steps[step]
             for group in held.groups:
                 group.state = GroupState.DELIVERED
+                self._held_by[group.token] -= group.nbytes
+                if not self._held_by[group.token]:
+                    del self._held_by[group.token]
             self._planned.move(self._delivered, held.whole)
+            return held.whole.bytes
 
     def committed(self, step: int) -> None:
         """Step `step` is in a checkpoint; its groups' names are remembered for a while."""
@@ -302,7 +385,7 @@ class Buffer:
                 "planned": self._planned.datums,
                 "delivered": self._delivered.datums,
                 "committed": self._committed.datums,
-                "dropped": {},
+                "dropped": dict(self._dropped),
             }
 
     def backlog(self) -> Tally:

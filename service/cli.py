@@ -36,6 +36,9 @@ def serve(
     discard: Annotated[
         bool, typer.Option("--discard", help="remove what an earlier process left")
     ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="listen beyond loopback without tokens")
+    ] = False,
 ) -> None:
     """Run the service; every setting is a flag --section.name (see headrace serve --help)."""
     from headrace.service.logs import configure_logs
@@ -46,9 +49,11 @@ def serve(
         typer.echo(
             "  --config FILE         a TOML file with the settings below; default headrace.toml"
         )
-        typer.echo("  --discard             remove what an earlier process of the run left\n")
+        typer.echo("  --discard             remove what an earlier process of the run left")
+        typer.echo("  --insecure            listen beyond loopback without tokens\n")
     try:
-        settings = load_settings(context.args, config)
+        flags = [*context.args, *(["--server.insecure", "true"] if insecure else [])]
+        settings = load_settings(flags, config)
         configure_logs(settings.log, run=settings.run.name)
         run_server(settings, discard=discard)
     except SettingsError as error:
@@ -86,7 +91,9 @@ def demo(
 
 @app.command()
 def bench(
-    name: Annotated[Literal["collate", "handoff"], typer.Argument(help="which benchmark")],
+    name: Annotated[
+        Literal["collate", "handoff", "hostile", "ingest"], typer.Argument(help="which benchmark")
+    ],
     json_file: Annotated[Path | None, typer.Option("--json", help="write results here")] = None,
 ) -> None:
     """Run one benchmark; figures are medians of interleaved runs on this machine."""

@@ -71,7 +71,7 @@ class Feeder:
         """
         counts = StepCounts.of(plan)
         ids = self._spool.ids(plan.numbers)
-        extras = sorted(schema.axes.keys() - {"target_tokens"})
+        extras = sorted(schema.axes.keys() - {"target_tokens", *schema.streams})
         kind = cast(Layout, plan.layout)
         prepared = PreparedStep(plan=plan, schema=schema, records=[])
         for index in range(plan.count):
@@ -84,6 +84,7 @@ class Feeder:
                     layout=kind,
                     targets="target_tokens" in schema.axes,
                     per_sample=schema.per_sample,
+                    streams=schema.streams,
                 )
                 record = RecordLayout(specs, layout.constants(lengths, kind), info)
                 prepared.records.append(
@@ -172,7 +173,7 @@ class Feeder:
             return False
         arrays = record.write(memory)
         numbers = plan.numbers[entry.members]
-        sequences = self._spool.read(numbers, step.schema.per_sample)
+        sequences = self._spool.read(numbers, step.schema)
         layout.fill(arrays, sequences, layout=cast(Layout, plan.layout))
         if entry.filler:
             _silence(arrays)

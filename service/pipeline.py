@@ -1,12 +1,10 @@
 """The service's one run, from body to ring: the only module that knows the order of the stages.
 
-    accept:  decode ─► ingest (check, copy into a segment) ─► buffer.reserve
-                    ─► spool.append ─► buffer.add ─► answer
-    pump:    buffer ─► plan ─► spool.write_plan ─► feeder ─► rings          (pump.py)
+    door.py   body ─► draft ─► columns in a segment ─► groups ─► spool.append ─► buffer ─► answer
+    pump.py   buffer ─► plan ─► spool.write_plan ─► feeder ─► rings
 
-`accept` runs on the event loop; bodies of 1 MiB and more are decoded and copied in a pool of one
-thread, so that the loop is not held up. A post is in the books when the spool has recorded it, and
-answered after that.
+The door runs on the event loop, the pump on its own thread; they meet in the buffer and the spool.
+A post is in the books when the spool has recorded it, and answered after that.
 """
 
 from __future__ import annotations
@@ -15,34 +13,32 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any
 
-import xxhash
-from numpy.typing import NDArray
+import numpy as np
 
-from headrace.schemas.errors import KeyConflict, NotServing, SpoolError
+from headrace.schemas.errors import Draining, NotServing
 from headrace.schemas.wire import WIRE_VERSION
-from headrace.service.admission import Budgets
+from headrace.service.admission import Admission, Budgets
+from headrace.service.bodies import Bodies, Body
+from headrace.service.body import MAX_ID_CHARS, MAX_KEYS
 from headrace.service.buffer import Buffer
-from headrace.service.decode import MAX_ID_CHARS, MAX_KEYS, Decoder, Findings
-from headrace.service.ingest import Ingest
+from headrace.service.door import Door, Head
+from headrace.service.inflate import ENCODINGS
 from headrace.service.leftovers import clear_leftovers, spool_directory
 from headrace.service.pump import Policy, Pump
-from headrace.service.records import Accepted, Draft, Headers, Post, RunSchema, Staged
+from headrace.service.records import Accepted, RunSchema
 from headrace.service.ring import ReaderWords, RingWriter, State, prepare_directory
 from headrace.service.settings import Settings
 from headrace.service.spool.local import LocalSpool
 
 __all__ = ["Pipeline"]
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-THREAD_BYTES = 1 << 20  # bodies of at least so many bytes are decoded off the loop
+POOL_BYTES = 128 << 20  # of request buffers kept for reuse
 DROPPED = {"stale": 0, "late": 0, "duplicate_id": 0}
 
 
@@ -54,26 +50,39 @@ class Pipeline:
     ) -> None:
         self.settings, self.budgets = settings, budgets
         self._spool, self._rings = spool, rings
-        self._decode = Decoder(settings.limits)
-        self._ingest = Ingest(settings, spool)
-        self._buffer = Buffer(memory_s=settings.groups.memory_s)
-        self._schema: RunSchema | None = None
-        self._pinning = asyncio.Lock()
-        self._in_flight: dict[tuple[str, str], asyncio.Event] = {}
-        self._open_posts: set[asyncio.Task[dict[str, Any]]] = set()
+        self._buffer = Buffer(
+            memory_s=settings.groups.memory_s,
+            max_open=settings.groups.max_open,
+            shared=settings.groups.shared,
+        )
         self._policy_waiters: set[asyncio.Future[None]] = set()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="headrace-ingest")
         self._loop = asyncio.get_running_loop()
         self._started = time.monotonic()
         self.serving = False
+        self.bodies = Bodies(int(settings.limits.inflight_body_bytes), POOL_BYTES)
+        self._admission = Admission(
+            budgets,
+            share=settings.auth.per_token_share,
+            held=lambda: self._buffer.backlog().bytes,
+            held_by=self._buffer.backlog_of,
+        )
+        self._door = Door(
+            settings,
+            spool=spool,
+            buffer=self._buffer,
+            bodies=self.bodies,
+            admission=self._admission,
+            poke=lambda: self._pump.poke(),
+        )
         self._pump = Pump(
             settings,
             buffer=self._buffer,
             spool=spool,
             rings=rings,
             retain_bytes=budgets.retain_bytes,
-            schema=lambda: self._schema,
+            schema=lambda: self._door.schema,
             on_policy=self._hear_policy,
+            on_delivered=self._admission.drained,
         )
 
     @classmethod
@@ -132,9 +141,8 @@ class Pipeline:
         holds datums.
         """
         self.drain()
-        await asyncio.gather(*self._open_posts, return_exceptions=True)
+        await self._door.close()
         await asyncio.to_thread(self._pump.stop)
-        self._pool.shutdown()
         for ring in self._rings:
             ring.set_state(State.ENDED)
         await self._readers_left(bound_s=min(2.0, self.settings.server.drain_timeout_s))
@@ -156,118 +164,27 @@ class Pipeline:
 
     # posts
 
-    def admit(self, nbytes: int) -> None:
-        """Before a body of `nbytes` is read. Raises NotServing or BacklogFull."""
-        if not self.serving or self._pump.failure is not None:
-            why = self._pump.failure or "the service is starting or stopping"
-            raise NotServing(f"posts are not taken: {why}", 5)
-        self.budgets.admit(held_bytes=self._buffer.backlog().bytes, post_bytes=nbytes)
+    def admit(self, head: Head) -> None:
+        """Before a body is read. Raises NotServing or BacklogFull."""
+        if not self.serving:
+            raise Draining("the service is stopping: send it again later, or elsewhere", 5)
+        if self._pump.failure is not None:
+            raise NotServing(f"posts are not taken: {self._pump.failure}", 5)
+        self._admission.before_body(head.nbytes)
 
-    async def accept(self, body: bytearray, key: str | None, token: str = "") -> dict[str, Any]:
-        """The content of a 202 for `body`, recorded. Raises a Refused of errors.py; then nothing
-        was kept.
-
-        Runs to its end even where the caller is cancelled: what is half recorded cannot be left.
-        """
-        task = self._loop.create_task(self._accept_once(body, key, token))
-        self._open_posts.add(task)
-        task.add_done_callback(self._open_posts.discard)
-        return await asyncio.shield(task)
-
-    async def _accept_once(self, body: bytearray, key: str | None, token: str) -> dict[str, Any]:
-        if key is None:
-            return self._answer(await self._accept(body, None, token, b""), duplicate=False)
-        scope = (token, key)
-        while (first_try := self._in_flight.get(scope)) is not None:
-            await first_try.wait()
-        body_hash = xxhash.xxh3_128_digest(body)
-        known = self._spool.known(token, key)
-        if known is not None:
-            if known.body_hash != body_hash:
-                raise KeyConflict(
-                    "this Idempotency-Key came before with other bytes: a key names one body; use "
-                    "a new one"
-                )
-            return self._answer(known, duplicate=True)
-        self._in_flight[scope] = asyncio.Event()
-        try:
-            return self._answer(await self._accept(body, key, token, body_hash), duplicate=False)
-        finally:
-            self._in_flight.pop(scope).set()
-
-    async def _accept(
-        self, body: bytearray, key: str | None, token: str, body_hash: bytes
-    ) -> Accepted:
-        draft = await self._off_loop(len(body), self._decode, body)
-        origin = Origin(key=key, token=token, body_hash=body_hash, nbytes=len(body), run_values={})
-        if self._schema is not None and "either" not in self._schema.axes.values():
-            self._ingest.schema_of(draft, self._schema)
-            return await self._record(draft, self._schema, origin)
-        # What the run looks like is not settled: one post after another, so that the first accepted
-        # one pins it.
-        async with self._pinning:
-            schema = self._ingest.schema_of(draft, self._schema)
-            if schema == self._schema:
-                return await self._record(draft, schema, origin)
-            origin = replace(origin, run_values={"schema": dict(schema.axes)})
-            accepted = await self._record(draft, schema, origin)
-            self._schema = schema
-            self._pump.poke()
-            return accepted
-
-    async def _record(self, draft: Draft, schema: RunSchema, origin: Origin) -> Accepted:
-        try:
-            staged, meta = await self._off_loop(origin.nbytes, self._ingest.stage, draft, schema)
-            try:
-                return await self._append(draft, staged, meta, origin)
-            except BaseException:
-                self._spool.abandon(staged)
-                raise
-        except SpoolError as error:
-            raise NotServing(str(error), 5) from error
-
-    async def _append(
-        self, draft: Draft, staged: Staged, meta: NDArray[Any], origin: Origin
-    ) -> Accepted:
-        findings = Findings(self.settings.limits.max_errors)
-        reservation = self._buffer.reserve(draft, findings)
-        findings.raise_any()
-        meta["group"] = reservation.groups
-        names = [("group", g.number, g.name) for g in reservation.opened if g.name is not None]
-        post = Post(
-            segment=staged.segment,
-            offset=staged.offset,
-            nbytes=staged.nbytes,
-            columns=staged.columns,
-            meta=meta,
-            ids=draft.ids,
-            run_values=origin.run_values,
-            new_names=[*names, *self._ingest.name_sources(draft, meta)],
-            actor=draft.actor,
-            token=origin.token,
-            key=origin.key,
-            body_hash=origin.body_hash,
-        )
-        try:
-            accepted = await asyncio.wrap_future(self._spool.append(post))
-        except BaseException:
-            self._buffer.cancel(reservation)
-            raise
-        if self._buffer.add(reservation, Headers(post=accepted.post, meta=meta)):
-            self._pump.poke()
-        return accepted
-
-    async def _off_loop(self, nbytes: int, work: Callable[..., T], *arguments: Any) -> T:
-        if nbytes < THREAD_BYTES:
-            return work(*arguments)
-        return await self._loop.run_in_executor(self._pool, work, *arguments)
+    async def accept(self, body: Body, head: Head) -> dict[str, Any]:
+        """The content of a 202 for `body`, recorded. Raises a Refused; then nothing was kept."""
+        accepted, duplicate = await self._door.take(body, head)
+        return self._answer(accepted, duplicate=duplicate)
 
     def _answer(self, accepted: Accepted, *, duplicate: bool) -> dict[str, Any]:
         policy = self._pump.policy
+        skipped = [finding.to_dict() for finding in accepted.skipped]
         return {
             "accepted": accepted.accepted,
             "first_datum": accepted.first_datum,
-            "dropped": dict(DROPPED),
+            "dropped": DROPPED | dict(accepted.dropped),
+            **({"skipped": skipped} if skipped else {}),
             "duplicate": duplicate,
             "policy_version": policy.version,
             "policy_uri": policy.uri,
@@ -316,13 +233,17 @@ class Pipeline:
     def limits(self) -> dict[str, Any]:
         """What a post must keep to, and what the run looks like."""
         s = self.settings
-        schema = None if self._schema is None else dict(self._schema.axes)
+        schema = None if self._door.schema is None else _keys(self._door.schema)
         return {
             "wire_version": WIRE_VERSION,
             "run": s.run.name,
             "max_body_bytes": int(s.limits.max_body_bytes),
             "max_datums_per_post": s.limits.max_datums_per_post,
             "max_datums_columnar": s.limits.max_datums_columnar,
+            "max_json_bytes": int(s.limits.max_json_bytes),
+            "encodings": list(ENCODINGS),
+            "vocab_size": s.limits.vocab_size,
+            "logprob_max": s.limits.logprob_max,
             "max_keys": MAX_KEYS,
             "max_id_chars": MAX_ID_CHARS,
             "max_sequence_tokens": s.max_sequence_tokens,
@@ -356,18 +277,22 @@ class Pipeline:
             "steps": self._pump.statistics(),
             "ranks": ranks,
             "spool": self._spool.statistics(),
+            "bodies": self.bodies.statistics(),
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Whose body it is, and what of the run it settles."""
-
-    key: str | None
-    token: str
-    body_hash: bytes
-    nbytes: int
-    run_values: Mapping[str, Any]
+def _keys(schema: RunSchema) -> dict[str, dict[str, Any]]:
+    """Each key of the run: per token or per sample, and the dtype in which it is delivered."""
+    keys: dict[str, dict[str, Any]] = {}
+    for key, axis in schema.axes.items():
+        stream = schema.streams.get(key)
+        dtype = "int64" if key == "target_tokens" else "float32"
+        if stream is not None:
+            dtype = np.dtype(stream.dtype).name
+        keys[key] = {"kind": axis, "dtype": dtype}
+        if stream is not None:
+            keys[key]["shape"] = list(stream.trailing)
+    return keys
 
 
 def _reader(words: ReaderWords) -> dict[str, Any]:

@@ -56,13 +56,14 @@ class Pump:
         retain_bytes: int,
         schema: Callable[[], RunSchema | None],
         on_policy: Callable[[], None],
+        on_delivered: Callable[[int], None],
     ) -> None:
         self._planner = settings.planner
         self._batch_size = settings.batch_size
         self._buffer, self._spool, self._rings = buffer, spool, rings
         self._feeder = Feeder(spool, rings, release=settings.trainer.release)
         self._retain_bytes = retain_bytes
-        self._schema, self._on_policy = schema, on_policy
+        self._schema, self._on_policy, self._on_delivered = schema, on_policy, on_delivered
         self._wake = threading.Condition()
         self._stopping = self._poked = False
         self._thread = threading.Thread(target=self._run, name="headrace-pump", daemon=True)
@@ -100,7 +101,6 @@ class Pump:
             except Exception as error:
                 log.exception("the pump ended: no step is planned or delivered from here on")
                 self._fail(error)
-                self.waits_for = self._sentence()
                 return
             self._quiet = 0 if changed else self._quiet + 1
             if self._quiet % SENTENCE_EVERY == 0 or self._poked:
@@ -121,7 +121,7 @@ class Pump:
             while self._plan():
                 changed = True
             for step in self._feeder.advance():
-                self._buffer.delivered(step)
+                self._on_delivered(self._buffer.delivered(step))
                 self.delivered_step, changed = step, True
         except SpoolError as error:
             # Nothing was recorded, so nothing was done: the same turn is taken again.
@@ -215,6 +215,7 @@ class Pump:
         """Tell everybody that waits: status, posts, and the trainers by a notice."""
         code = error.code if isinstance(error, HeadraceError) else "error"
         self.failure = str(error) or repr(error)
+        self.waits_for = self._sentence()
         for ring in self._rings:
             try:
                 ring.notify({"code": code, "message": self.failure[:1500]})

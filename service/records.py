@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import SpoolVersion
-from headrace.schemas.layout import Sequences
+from headrace.schemas.errors import FieldError, SpoolVersion
+from headrace.schemas.layout import Sequences, StreamSpec
 
 __all__ = [
     "DATUM_META",
@@ -71,7 +71,17 @@ class DraftColumn:
     key: str
     axis: Axis
     dtype: np.dtype[Any]  # the widest of the views
-    views: Sequence[NDArray[Any]]  # 1-D each; [sum T] together, or [N] together where per sample
+    views: Sequence[NDArray[Any]]  # [sum T, ...] together, or [N] together where per sample
+    trailing: tuple[int, ...] = ()  # of a named stream
+
+    def take(self, keep: NDArray[np.bool_], lengths: NDArray[np.int64]) -> DraftColumn:
+        """The column of the datums where `keep` [N] is true."""
+        if len(self.views) == len(keep):
+            views: list[NDArray[Any]] = [v for v, k in zip(self.views, keep, strict=True) if k]
+        else:
+            (whole,) = self.views
+            views = [whole[keep if self.axis == "sample" else np.repeat(keep, lengths)]]
+        return replace(self, views=views)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +100,53 @@ class Draft:
     group_ids: Sequence[str | None] | None
     sources: Sequence[str | None] | None
     splits: Sequence[str | None] | None
+    origin: NDArray[np.int64]  # [N] the datum's place in the body
+    last_targets: NDArray[Any] | None = None  # [N] where targets are implied by the ids
+    implied_targets: bool = False  # target_tokens[i] = input_ids[i + 1]
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(view.nbytes for column in self.columns.values() for view in column.views)
+
+    def take(self, keep: NDArray[np.bool_]) -> Draft:
+        """The datums where `keep` [N] is true, in order."""
+
+        def names(values: Sequence[str | None] | None) -> Sequence[str | None] | None:
+            return values and [v for v, k in zip(values, keep, strict=True) if k]
+
+        return replace(
+            self,
+            lengths=self.lengths[keep],
+            columns={key: c.take(keep, self.lengths) for key, c in self.columns.items()},
+            policy_versions=self.policy_versions[keep],
+            rewards=self.rewards[keep],
+            group_sizes=self.group_sizes[keep],
+            ids=names(self.ids),
+            rollout_ids=names(self.rollout_ids),
+            group_ids=names(self.group_ids),
+            sources=names(self.sources),
+            splits=names(self.splits),
+            origin=self.origin[keep],
+            last_targets=None if self.last_targets is None else self.last_targets[keep],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSchema:
     """The keys that every datum of the run carries, and how each lies. Pinned by the first accepted
-    post.
+    post, but for the streams, which settings name.
     """
 
-    axes: Mapping[str, Axis]  # loss_fn_inputs keys in sorted order
+    axes: Mapping[str, Axis]  # loss_fn_inputs keys in sorted order; streams are per token
+    streams: Mapping[str, StreamSpec] = field(default_factory=dict)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every key is known to be per token or per sample."""
+        return "either" not in self.axes.values()
 
     @property
     def per_sample(self) -> frozenset[str]:
@@ -116,15 +161,17 @@ class Column:
     axis: Axis
     dtype: str  # np.dtype(...).str
     offset: int  # bytes from the segment's start
+    trailing: tuple[int, ...] = ()  # of a named stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Post:
-    """A post whose columns lie in a segment and were checked; the spool makes it durable or gives
-    the bytes back.
+    """A checked post, its columns in a segment: the spool makes it durable or gives the bytes back.
+
+    One without a datum (all were skipped or came before) is recorded for its key's sake.
     """
 
-    segment: int
+    segment: int | None  # None: no datum was kept
     offset: int  # bytes
     nbytes: int
     columns: tuple[Column, ...]
@@ -138,6 +185,8 @@ class Post:
     token: str  # the name of the sender's token; "" without tokens
     key: str | None  # Idempotency-Key
     body_hash: bytes  # xxh3-128 of the body as received; b"" without a key
+    dropped: Mapping[str, int] = field(default_factory=dict)  # datums not kept, by reason
+    skipped: Sequence[FieldError] = ()  # findings about datums that were left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +196,8 @@ class Accepted:
     post: int
     accepted: int  # datums
     body_hash: bytes
+    dropped: Mapping[str, int]
+    skipped: Sequence[FieldError]
 
     @property
     def first_datum(self) -> int:
@@ -250,7 +301,7 @@ class Spool(Protocol):
         """Write a step down, before anyone acts on it."""
         ...
 
-    def read(self, numbers: NDArray[np.uint64], per_sample: frozenset[str]) -> Sequences:
+    def read(self, numbers: NDArray[np.uint64], schema: RunSchema) -> Sequences:
         """The payload of datums as views into segments; valid until their step is committed."""
         ...
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -47,11 +48,57 @@ def _wait_until() -> Callable[..., Any]:
     return wait_until
 
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["runpy", "pytest", "headrace.service.server", "headrace.service.cli"])
+
+
+class ServiceProcess:
+    """`headrace ...` as a process of its own, with the face of a Popen.
+
+    Forked from a server that has imported the service already, since most of a start is imports.
+    What runs in it is the `headrace` script's `main`, from its first line on.
+    """
+
+    def __init__(self, argv: list[str], cwd: Path, stdout: Path, stderr: Path) -> None:
+        stdout.touch()
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")}
+        wanted = {
+            "ARGV": argv, "CWD": str(cwd), "STDOUT": str(stdout), "STDERR": str(stderr),
+            "ENVIRONMENT": environment,
+        }  # fmt: skip
+        script = Path(__file__).with_name("service_process.py")
+        self._process = FORKS.Process(
+            target=runpy.run_path, args=(str(script),), kwargs={"init_globals": wanted}
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("headrace", timeout or 0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 @dataclass
 class Service:
     """A running `headrace serve`: its process, address and a client for it."""
 
-    process: subprocess.Popen[str]
+    process: ServiceProcess
     url: str
     queue_dir: Path
     stderr: Path
@@ -82,10 +129,7 @@ class Service:
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(number)
-        status = self.process.wait(15)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        return status
+        return self.process.wait(15)
 
 
 SMALL = {
@@ -107,18 +151,14 @@ def serve(queue_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Service]]:
         chosen = SMALL | {"queue.dir": str(queue_dir)} | {k: str(v) for k, v in settings.items()}
         arguments = [word for name, value in chosen.items() for word in (f"--{name}", value)]
         stderr = tmp_path / f"service-{len(started)}.stderr"
-        with stderr.open("w") as sink:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "headrace.service", "serve", *arguments, *flags],
-                stdout=subprocess.PIPE, stderr=sink, text=True, cwd=tmp_path,
-                env={k: v for k, v in os.environ.items() if not k.startswith("HEADRACE_")},
-            )  # fmt: skip
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        if found is None:
-            process.wait(10)
-            process.stdout.close()
+        stdout = tmp_path / f"service-{len(started)}.stdout"
+        process = ServiceProcess(["serve", *arguments, *flags], tmp_path, stdout, stderr)
+        found = wait_until(
+            lambda: re.search(r"https?://\S+", stdout.read_text()) or process.poll() is not None,
+            bound_s=30,
+            what="the service's ready line",
+        )
+        if found is True:
             raise RuntimeError(f"exit {process.returncode}: {stderr.read_text()}")
         service = Service(process, found.group(0), Path(chosen["queue.dir"]), stderr)
         started.append(service)
@@ -129,8 +169,6 @@ def serve(queue_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Service]]:
         if service.process.poll() is None:
             service.stop(signal.SIGKILL)
         service.client.close()
-        if service.process.stdout is not None:
-            service.process.stdout.close()
 
 
 def tensor(values: Any) -> dict[str, Any]:

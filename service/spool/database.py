@@ -4,7 +4,8 @@ A post exists if and only if its row's transaction committed. Methods run inside
 the caller opened (`with database.transaction():`) on the spool's thread, and nowhere else.
 
     run      key -> JSON            spool version, meta dtype, schema, policy, committed step
-    posts    post, token, key, hash, count, actor, segment, offset, nbytes, columns, meta, ids, at
+    posts    post, token, key, hash, count, actor, segment, offset, nbytes, columns, meta, ids,
+             answer, at
     names    kind, number, name     groups and sources that meta refers to
     plans    step, plan
 
@@ -36,7 +37,7 @@ CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHO
 CREATE TABLE IF NOT EXISTS posts (
     post INTEGER PRIMARY KEY, token TEXT NOT NULL, key TEXT, hash BLOB NOT NULL,
     count INTEGER NOT NULL, actor TEXT, segment INTEGER, offset INTEGER, nbytes INTEGER,
-    columns TEXT, meta BLOB, ids BLOB, at REAL NOT NULL
+    columns TEXT, meta BLOB, ids BLOB, answer TEXT NOT NULL, at REAL NOT NULL
 );
 CREATE UNIQUE INDEX IF NOT EXISTS posts_by_key ON posts (token, key) WHERE key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS dead_posts ON posts (at) WHERE segment IS NULL;
@@ -84,13 +85,16 @@ class Database:
         )
 
     def add_post(self, number: int, post: Post) -> None:
-        columns = json.dumps([[c.key, c.axis, c.dtype, c.offset] for c in post.columns])
+        columns = json.dumps([[c.key, c.axis, c.dtype, c.offset, c.trailing] for c in post.columns])
+        answer = json.dumps(
+            {"dropped": dict(post.dropped), "skipped": [f.to_dict() for f in post.skipped]}
+        )
         ids = None if post.ids is None else msgpack.packb(list(post.ids))
         self._connection.execute(
-            "INSERT INTO posts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO posts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 number, post.token, post.key, post.body_hash, len(post.meta), post.actor,
-                post.segment, post.offset, post.nbytes, columns, post.meta.tobytes(), ids,
+                post.segment, post.offset, post.nbytes, columns, post.meta.tobytes(), ids, answer,
                 time.time(),
             ),
         )  # fmt: skip

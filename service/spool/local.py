@@ -36,7 +36,7 @@ from headrace.schemas.errors import SpoolBusy, SpoolError
 from headrace.schemas.layout import Sequences
 from headrace.schemas.locks import RangeLock
 from headrace.schemas.tensors import ArraySpec, aligned
-from headrace.service.records import Accepted, Column, DraftColumn, Plan, Post, Staged
+from headrace.service.records import Accepted, Column, DraftColumn, Plan, Post, RunSchema, Staged
 from headrace.service.spool.database import Database
 from headrace.service.spool.segments import Segments
 
@@ -91,7 +91,8 @@ class LocalSpool:
         specs, nbytes = [], 0
         for column in columns.values():
             size = sum(len(view) for view in column.views)
-            spec = ArraySpec(name=column.key, dtype=column.dtype.str, shape=(size,))
+            shape = (size, *column.trailing)
+            spec = ArraySpec(name=column.key, dtype=column.dtype.str, shape=shape)
             specs.append((column, spec, nbytes))
             nbytes += aligned(spec.nbytes)
         segment, offset = self._segments.allocate(nbytes)
@@ -103,7 +104,13 @@ class LocalSpool:
             np.concatenate(column.views, out=array, casting="same_kind")
             arrays[column.key] = array
             placed.append(
-                Column(key=column.key, axis=column.axis, dtype=spec.dtype, offset=offset + at)
+                Column(
+                    key=column.key,
+                    axis=column.axis,
+                    dtype=spec.dtype,
+                    offset=offset + at,
+                    trailing=column.trailing,
+                )
             )
         return Staged(
             segment=segment, offset=offset, nbytes=nbytes, columns=tuple(placed), arrays=arrays
@@ -122,6 +129,10 @@ class LocalSpool:
         remembered = self._keys.get((token, key))
         return None if remembered is None else remembered[1]
 
+    def holds(self, post: int) -> bool:
+        """Whether any datum of `post` is not committed yet."""
+        return post in self._posts
+
     def write_plan(self, plan: Plan) -> None:
         """Write a step down; returns when it is recorded."""
         self._submit(lambda: self._database.add_plan(plan)).result()
@@ -131,7 +142,7 @@ class LocalSpool:
         """Keep one JSON value of the run; returns when it is recorded."""
         self._submit(lambda: self._database.put(key, value)).result()
 
-    def read(self, numbers: NDArray[np.uint64], per_sample: frozenset[str]) -> Sequences:
+    def read(self, numbers: NDArray[np.uint64], schema: RunSchema) -> Sequences:
         """Datums by number as views into segments, valid until their step is committed."""
         keys = self._posts[int(numbers[0]) >> 16].columns.keys()
         columns: dict[str, list[NDArray[Any]]] = {key: [] for key in keys}
@@ -144,12 +155,14 @@ class LocalSpool:
                 columns[key].append(column[index : index + 1] if one else column[first:last])
         input_ids = columns.pop("input_ids")
         targets = columns.pop("target_tokens", None)
+        streams = {key: columns.pop(key) for key in schema.streams if key in columns}
         return Sequences(
             lengths=lengths,
             input_ids=input_ids,
             targets=targets,
             extras=columns,
-            per_sample=per_sample & columns.keys(),
+            per_sample=schema.per_sample,
+            streams=streams,
         )
 
     def ids(self, numbers: NDArray[np.uint64]) -> list[str | None]:
@@ -218,14 +231,25 @@ class LocalSpool:
         number = self._next_post
         self._database.add_post(number, post)
         self._next_post += 1
+        accepted = Accepted(
+            post=number,
+            accepted=len(post.meta),
+            body_hash=post.body_hash,
+            dropped=post.dropped,
+            skipped=post.skipped,
+        )
+        if post.key is not None:
+            self._keys[(post.token, post.key)] = (time.time(), accepted)
+        if post.segment is None:
+            return accepted
         memory = self._segments.view(post.segment)
         lengths = post.meta["length"].astype(np.int64)
         total = int(lengths.sum())
         columns: dict[str, tuple[bool, NDArray[Any]]] = {}
         for column in post.columns:
             one = column.axis == "sample"
-            size = len(lengths) if one else total
-            spec = ArraySpec(name=column.key, dtype=column.dtype, shape=(size,))
+            shape = (len(lengths) if one else total, *column.trailing)
+            spec = ArraySpec(name=column.key, dtype=column.dtype, shape=shape)
             columns[column.key] = (one, spec.view(memory, column.offset))
         self._posts[number] = Held(
             segment=post.segment,
@@ -234,9 +258,6 @@ class LocalSpool:
             columns=columns,
             ids=post.ids,
         )
-        accepted = Accepted(post=number, accepted=len(lengths), body_hash=post.body_hash)
-        if post.key is not None:
-            self._keys[(post.token, post.key)] = (time.time(), accepted)
         return accepted
 
     def _run(self) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from headrace.client import RolloutClient, Trainer
 from headrace.schemas import Datum
+from headrace.schemas.errors import Refused
 from headrace.service.settings import load_settings, settings_table
 
 ROOT = Path(__file__).parent.parent.parent
@@ -153,3 +154,14 @@ def test_links_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page, target)
+
+
+def test_every_refusal_is_documented():
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("http.md", "security.md"))
+    waiting = [Refused]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        if kind is not Refused:
+            assert f"`{kind.code}`" in pages, kind
+            assert str(kind.status) in pages, kind

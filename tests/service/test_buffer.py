@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from headrace.schemas.errors import InvalidDatums
 from headrace.service.buffer import Buffer
-from headrace.service.decode import Findings
+from headrace.service.findings import Findings
 from headrace.service.records import DATUM_META, Headers
 
 
@@ -23,9 +23,11 @@ class Small:
     group_ids: list[str | None]
     sizes: list[int]
     group_sizes: np.ndarray = field(init=False)
+    origin: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.group_sizes = np.array(self.sizes)
+        self.origin = np.arange(len(self.sizes))
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -34,7 +36,7 @@ class Small:
 def post(buffer, number, names, sizes):
     findings = Findings(10)
     reservation = buffer.reserve(Small(names, sizes), findings)
-    findings.raise_any()
+    findings.settle()
     meta = np.zeros(len(names), DATUM_META)
     meta["group"] = reservation.groups
     meta["length"] = meta["loss_tokens"] = 3

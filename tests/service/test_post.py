@@ -38,7 +38,10 @@ def test_plain_packb_is_accepted_and_answered_with_every_key(serve, posts):
     assert service.books()["accepted"] == 2
     keys = service.client.get("/v1/limits").json()["keys"]
     assert keys == {
-        "advantages": "sample", "logprobs": "token", "target_tokens": "token", "weights": "token",
+        "advantages": {"kind": "sample", "dtype": "float32"},
+        "logprobs": {"kind": "token", "dtype": "float32"},
+        "target_tokens": {"kind": "token", "dtype": "int64"},
+        "weights": {"kind": "token", "dtype": "float32"},
     }  # fmt: skip
 
 
@@ -70,7 +73,7 @@ def test_every_fault_of_contents_is_a_422_that_names_it(serve, posts):
         ("other key", with_inputs(values=tensor(np.ones(5, np.float32))), "loss_fn_inputs", "keys_differ"),
         ("other kind", with_inputs(advantages=tensor(np.ones(5, np.float32))), "advantages", "kind_differs"),
         ("reserved key", with_inputs(labels=tensor(np.ones(5, np.int32))), "labels", "reserved"),
-        ("no targets", with_inputs(target_tokens=None), "target_tokens", "targets_missing"),
+        ("no targets", with_inputs(target_tokens=None), "loss_fn_inputs", "keys_differ"),
         ("size without id", good | {"group_size": 3}, "group_id", "group_id_missing"),
         ("eval split", good | {"split": "eval"}, "split", "split"),
         ("unknown field", good | {"colour": "blue"}, "", "schema"),
@@ -78,16 +81,10 @@ def test_every_fault_of_contents_is_a_422_that_names_it(serve, posts):
     ]  # fmt: skip
     for name, datum, field, code in cases:
         # The fault stands second, so that an index of 0 would be wrong.
-        index = 0 if code in ("reserved", "targets_missing") else 1
-        body = posts.body(datum) if index == 0 else posts.body(good, datum)
-        problem = refused(service.post(body))
-        finding = problem["errors"][0]
-        assert (finding["code"], name) == (code, name), problem
+        finding = refused(service.post(posts.body(good, datum)))["errors"][0]
+        assert (finding["code"], name) == (code, name), finding
         assert field in finding["field"], (name, finding)
-        assert finding["got"], name
-        assert finding["want"], name
-        expected = {None} if code in ("reserved", "targets_missing") else {1, None}
-        assert finding["index"] in expected, (name, finding)
+        assert (finding["index"], bool(finding["got"]), bool(finding["want"])) == (1, True, True)
     assert service.books()["accepted"] == 1
     assert service.status()["spool"]["live_regions"] == 1
     assert service.post(posts.body(good)).status_code == 202
@@ -219,11 +216,13 @@ def test_the_first_accepted_post_pins_the_run_and_a_refused_one_does_not(serve, 
     service = serve()
     tensor = posts.tensor
     lone = {"target_tokens": tensor(np.int32([1])), "values": tensor(np.float32([1]))}
+    bare = {"input_ids": tensor(np.int32([1])), "loss_fn_inputs": {"values": lone["values"]}}
+    assert refused(service.post(posts.body(bare)))["errors"][0]["code"] == "targets_missing"
     refused_first = {"input_ids": tensor(np.int64([2**40])), "loss_fn_inputs": lone}
     assert service.post(posts.body(refused_first)).status_code == 422
     assert service.client.get("/v1/limits").json()["keys"] is None
     # A datum of one token does not say whether `advantages` is per token or per sample.
     assert service.post(posts.body(posts.datum(1))).status_code == 202
-    assert service.client.get("/v1/limits").json()["keys"]["advantages"] == "either"
+    assert service.client.get("/v1/limits").json()["keys"]["advantages"]["kind"] == "either"
     assert service.post(posts.body(posts.datum(4))).status_code == 202
-    assert service.client.get("/v1/limits").json()["keys"]["advantages"] == "sample"
+    assert service.client.get("/v1/limits").json()["keys"]["advantages"]["kind"] == "sample"

@@ -11,11 +11,12 @@ import pytest
 
 from headrace.schemas.errors import SpoolBusy, SpoolError, SpoolFull
 from headrace.service.plan.step import plan_step
-from headrace.service.records import DATUM_META, DraftColumn, Post, datum_numbers
+from headrace.service.records import DATUM_META, DraftColumn, Post, RunSchema, datum_numbers
 from headrace.service.spool.local import LocalSpool, discard, refuse_if_held
 from headrace.service.spool.segments import Segments
 
 SEGMENT = 1 << 16
+SCHEMA = RunSchema(axes={"weights": "token", "advantages": "sample"})
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_datums_come_back_by_number(spool):
     first, made, _ = append(spool, [3, 1, 4], ids=["x", None, "z"])
     second, other, _ = append(spool, [2], seed=1)
     numbers = np.array([(second.post << 16), (first.post << 16) + 2, first.post << 16], np.uint64)
-    read = spool.read(numbers, frozenset({"advantages"}))
+    read = spool.read(numbers, SCHEMA)
     assert read.lengths.tolist() == [2, 4, 3]
     assert read.targets is None
     assert [a.tolist() for a in read.input_ids] == [
@@ -110,7 +111,7 @@ def test_a_region_is_kept_until_its_last_datum_is_committed(spool):
         )  # fmt: skip
     spool.commit(0)
     assert spool.statistics()["live_regions"] == 1
-    assert spool.read(numbers[1:], frozenset()).lengths.tolist() == [4]
+    assert spool.read(numbers[1:], SCHEMA).lengths.tolist() == [4]
     spool.commit(1)
     assert spool.statistics()["live_regions"] == 0
 
