@@ -1,6 +1,7 @@
 """What users import: the rollout side, light, and the trainer side, which brings torch.
 
     from headrace.client import RolloutClient          httpx, msgpack, numpy, stamina
+    from headrace.client import AsyncRolloutClient     the same, for asyncio
     from headrace.client import Trainer                torch as well, loaded when first named
 
 Owns no code but the lazy look-up.
@@ -12,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headrace.client.answers import Admission, Backlog, PolicyInfo, Report
+from headrace.client.async_rollout import AsyncRolloutClient
 from headrace.client.rollout import RolloutClient
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Admission",
+    "AsyncRolloutClient",
     "Backlog",
     "Microbatch",
     "PolicyInfo",

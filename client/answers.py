@@ -7,6 +7,8 @@ are worth another try:
                 409 `in_progress`: the first try still runs
     for good    everything else; 410 ends the client
 
+and of those for good, which are about the size of the post and which may be about one datum in it.
+
 Called by the sender and by RolloutClient. Holds no state and sends nothing.
 """
 
@@ -59,7 +61,7 @@ class Report:
     delivered: int  # datums that the service answered for with 202
     failed: list[tuple[int, PostFailed]]  # (number of the datum in submit order from 0, why)
     unknown: int  # datums not yet answered for when the time was up
-    dropped: int = 0  # of the delivered, those the service counted as stale, late or duplicate
+    dropped: int = 0  # of the delivered, those the service counted as dropped and did not name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,9 @@ class Answer:
     code: str = ""
     detail: str = ""
     errors: tuple[FieldError, ...] = ()  # at most 100; index = place in the body
-    dropped: int = 0
+    skipped: tuple[FieldError, ...] = ()  # of a 202 under on_invalid=skip; at most 100 as well
+    invalid: int = 0  # datums that were skipped
+    dropped: int = 0  # stale, late, duplicate; without the invalid ones
     policy: PolicyInfo | None = None
     backlog: Backlog | None = None
     admission: Admission | None = None
@@ -84,6 +88,13 @@ class Answer:
     def retried(self) -> bool:
         return self.status in RETRIED or (self.status == 409 and self.code == "in_progress")
 
+    @property
+    def too_large(self) -> bool:
+        """A smaller post may be taken."""
+        return self.status == 413 or (
+            self.status == 422 and any(e.code == "count" and e.index is None for e in self.errors)
+        )
+
     @classmethod
     def read(cls, response: httpx.Response) -> Answer:
         """Never raises: an answer of another shape has its status and its first words."""
@@ -94,27 +105,22 @@ class Answer:
         if not isinstance(body, dict):
             body = {"detail": response.text[:200]}
         if response.status_code == 202:
+            dropped = dict(_mapping(body.get("dropped")))
             return cls(
                 status=202,
-                dropped=sum(map(_count, _mapping(body.get("dropped")).values())),
+                skipped=_findings(body.get("skipped")),
+                invalid=_count(dropped.pop("invalid", 0)),
+                dropped=sum(map(_count, dropped.values())),
                 policy=policy_of(body.get("policy_version"), body.get("policy_uri")),
                 backlog=_backlog(body.get("backlog")),
                 admission=_admission(body.get("admission")),
             )
-        findings = body.get("errors")
         return cls(
             status=response.status_code,
             retry_after=_seconds(response.headers.get("retry-after")),
             code=str(body.get("code") or ""),
             detail=str(body.get("detail") or body.get("title") or ""),
-            errors=tuple(
-                FieldError(
-                    index=e["index"] if type(e.get("index")) is int else None,
-                    **{k: str(e.get(k, "")) for k in ("field", "code", "got", "want")},
-                )
-                for e in (findings if isinstance(findings, list) else ())
-                if isinstance(e, dict)
-            ),
+            errors=_findings(body.get("errors")),
         )
 
     def __str__(self) -> str:
@@ -127,6 +133,17 @@ def policy_of(version: Any, uri: Any) -> PolicyInfo | None:
     if type(version) is not int:
         return None
     return PolicyInfo(version=version, uri=uri if isinstance(uri, str) else None)
+
+
+def _findings(value: Any) -> tuple[FieldError, ...]:
+    return tuple(
+        FieldError(
+            index=e["index"] if type(e.get("index")) is int else None,
+            **{k: str(e.get(k, "")) for k in ("field", "code", "got", "want")},
+        )
+        for e in (value if isinstance(value, list) else ())
+        if isinstance(e, dict)
+    )
 
 
 def _backlog(value: Any) -> Backlog | None:

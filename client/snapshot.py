@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import DatumError
-from headrace.schemas.wire import METADATA, WireDatum
+from headrace.schemas.wire_datum import METADATA, WireDatum
 
 __all__ = ["snapshot"]
 

@@ -1,6 +1,7 @@
 """Requests: datums to msgpack bytes and back, per-datum and columnar. msgpack and numpy only.
 
-Owns `WIRE_VERSION`, the tensor map `A`, both body forms, and the record between them, `WireDatum`.
+Owns `WIRE_VERSION`, the tensor map `A` and the body forms; the record between them, `WireDatum`, is
+wire_datum.py's.
 
     A = {"dtype": "int32", "shape": [T], "data": <bin, little-endian, C order>}
 
@@ -10,10 +11,13 @@ Owns `WIRE_VERSION`, the tensor map `A`, both body forms, and the record between
 
     columnar   {"version": 1, "policy_version"?, "actor"?,
                 "lengths": A int32 [N],
-                "columns": {"input_ids": A [sum T], key: A [sum T] or [N], ...},
+                "columns": {"input_ids": A [sum T], key: A [sum T] or [N] or [rows, ...], ...},
                 "ids"?, "rollout_ids"?, "group_ids"?, "sources"?, "splits"?: [str or nil],
                 "group_sizes"?, "policy_versions"?: [int or nil],
                 "rewards"?: A float64 [N], NaN = absent}
+
+    slim       columnar, with "targets": "implied" and "last_targets": A int32 [N] instead of the
+               column target_tokens, weights as uint8, logprobs as float16 (see slim.py)
 
 Three sequences 5 6 | 7 | 8 9 with a per-sample advantage have `lengths` 2 1 2, `input_ids`
 5 6 7 8 9 and `advantages` [3]. Where N = sum T the two kinds are one shape, and the run's pinned
@@ -22,7 +26,8 @@ kind decides.
 Invariants: the same records give the same bytes (keys in a fixed order, columns sorted, absent
 optionals left out); ids (`input_ids`, `target_tokens`) are int32 on the wire after a range check; a
 column of mixed dtypes is sent in `np.result_type` of them; packing copies payload once; `unpack`
-views each tensor in the bytes that msgpack made.
+views each tensor in the bytes that msgpack made; implied targets it writes out. `last_targets` may
+be left out of a body where the last weight of every datum is 0; packing always writes them.
 
 Called by the client (pack), by tests and other tools (both ways); the service has its own typed
 decoder. Never shifts, pads or repairs, and looks at no values but ids.
@@ -32,18 +37,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.errors import DatumError, MalformedBody
+from headrace.schemas.slim import (
+    half_precision,
+    implied_targets,
+    last_targets,
+    small_whole_numbers,
+)
 from headrace.schemas.tensors import WIRE_DTYPES
+from headrace.schemas.wire_datum import METADATA, Kind, WireDatum, kinds_of, merge_kinds, on_wire
 
 __all__ = [
+    "METADATA",
     "WIRE_VERSION",
+    "Kind",
     "WireDatum",
     "WirePost",
     "kinds_of",
@@ -54,63 +68,7 @@ __all__ = [
 ]
 
 WIRE_VERSION = 1
-
-ID_KEYS = frozenset({"input_ids", "target_tokens"})
-INT32 = np.iinfo(np.int32)
-LITTLE_ENDIAN = {
-    **{dtype.newbyteorder(">"): dtype for dtype in WIRE_DTYPES.values()},
-    **{dtype.newbyteorder("<"): dtype for dtype in WIRE_DTYPES.values()},
-}
-
-# singular (per-datum) -> plural (columnar), in the order of the bytes
-METADATA = {
-    "id": "ids",
-    "rollout_id": "rollout_ids",
-    "group_id": "group_ids",
-    "group_size": "group_sizes",
-    "policy_version": "policy_versions",
-    "reward": "rewards",
-    "source": "sources",
-    "split": "splits",
-}
-STRINGS = ("id", "rollout_id", "group_id", "source", "split")
-
-Kind = Literal["token", "sample", "either"]  # "either": T = 1, where both are one shape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WireDatum:
-    """One datum as it travels. Raises DatumError where it cannot.
-
-    Arrays are C-contiguous, little-endian, of a dtype in WIRE_DTYPES; a scalar becomes `[1]`. An
-    array that is so already is kept, not copied.
-    """
-
-    input_ids: NDArray[np.int32]  # [T], T >= 1; any integer dtype is taken
-    loss_fn_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # key -> [T] or [1]
-    id: str | None = None
-    rollout_id: str | None = None
-    group_id: str | None = None
-    group_size: int | None = None  # >= 1
-    policy_version: int | None = None  # >= 0; None: the post's
-    reward: float | None = None  # finite
-    source: str | None = None
-    split: str | None = None
-
-    def __post_init__(self) -> None:
-        ids = _on_wire("input_ids", self.input_ids)
-        if ids.ndim != 1 or ids.size == 0:
-            want = "want 1-D [T] with at least one token"
-            raise DatumError(f"input_ids: got shape {list(ids.shape)}, {want}")
-        entries = {k: _entry(k, v, ids.size) for k, v in self.loss_fn_inputs.items()}
-        _check_metadata(self)
-        object.__setattr__(self, "input_ids", ids)
-        object.__setattr__(self, "loss_fn_inputs", entries)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload, metadata left out."""
-        return int(self.input_ids.nbytes + sum(a.nbytes for a in self.loss_fn_inputs.values()))
+IMPLIED = "implied"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,38 +78,6 @@ class WirePost:
     policy_version: int | None
     actor: str | None
     datums: tuple[WireDatum, ...]
-
-
-def kinds_of(datum: WireDatum) -> dict[str, Kind]:
-    """Whether each loss key is per token or per sample; at T = 1 it is "either"."""
-    tokens = datum.input_ids.size
-    if tokens == 1:
-        return dict.fromkeys(datum.loss_fn_inputs, "either")
-    return {
-        key: "token" if array.size == tokens else "sample"
-        for key, array in datum.loss_fn_inputs.items()
-    }
-
-
-def merge_kinds(first: Mapping[str, Kind], second: Mapping[str, Kind]) -> dict[str, Kind]:
-    """The kinds of a body that holds both; DatumError where one body cannot."""
-    if first.keys() != second.keys():
-        raise DatumError(
-            f"datums of one post need the same loss_fn_inputs keys: got {sorted(first)} and "
-            f"{sorted(second)}; give every datum all of them"
-        )
-    if first == second:
-        return dict(first)
-    merged: dict[str, Kind] = {}
-    for key, kind in first.items():
-        other = second[key]
-        if kind != other and "either" not in (kind, other):
-            raise DatumError(
-                f"loss_fn_inputs[{key!r}]: per token in some datums and per sample in others; "
-                "send one kind in the whole run"
-            )
-        merged[key] = other if kind == "either" else kind
-    return merged
 
 
 def pack_per_datum(
@@ -168,9 +94,18 @@ def pack_per_datum(
 
 
 def pack_columnar(
-    datums: Sequence[WireDatum], *, policy_version: int | None = None, actor: str | None = None
+    datums: Sequence[WireDatum],
+    *,
+    policy_version: int | None = None,
+    actor: str | None = None,
+    slim: bool = False,
+    float16_logprobs: bool = False,
 ) -> bytes:
-    """The fast form. DatumError for no datums, differing keys, or a key of both kinds."""
+    """The fast form. DatumError for no datums, differing keys, or a key of both kinds.
+
+    `slim` leaves out targets that the ids imply and narrows weights, where nothing is lost by it;
+    `float16_logprobs` rounds logprobs to float16 where they stay finite.
+    """
     if not datums:
         raise DatumError("a columnar body needs at least one datum")
     kinds = kinds_of(datums[0])
@@ -182,21 +117,32 @@ def pack_columnar(
         if any(v is not None for v in values):
             extras[plural] = values
 
+    input_ids = [d.input_ids for d in datums]
+    columns = {key: [d.loss_fn_inputs[key] for d in datums] for key in sorted(kinds)}
+    last: NDArray[np.int32] | None = None
+    if slim and "target_tokens" in columns:
+        last = last_targets(input_ids, columns["target_tokens"])
+        if last is not None:
+            del columns["target_tokens"]
+    if slim and "weights" in columns:
+        columns["weights"] = small_whole_numbers(columns["weights"]) or columns["weights"]
+    if float16_logprobs and "logprobs" in columns:
+        columns["logprobs"] = half_precision(columns["logprobs"]) or columns["logprobs"]
+
     packer = msgpack.Packer()
     head = _head(policy_version, actor)
-    lengths = np.array([d.input_ids.size for d in datums], np.int32)
-    parts: list[Any] = [packer.pack_map_header(len(head) + 2 + len(extras))]
+    lengths = np.array([ids.size for ids in input_ids], np.int32)
+    keys = len(head) + 2 + len(extras) + (0 if last is None else 2)
+    parts: list[Any] = [packer.pack_map_header(keys)]
     for key, value in head.items():
         parts += [packer.pack(key), packer.pack(value)]
     parts += [packer.pack("lengths"), *_column(packer, [lengths])]
-    parts += [
-        packer.pack("columns"),
-        packer.pack_map_header(1 + len(kinds)),
-        packer.pack("input_ids"),
-    ]
-    parts += _column(packer, [d.input_ids for d in datums])
-    for key in sorted(kinds):
-        parts += [packer.pack(key), *_column(packer, [d.loss_fn_inputs[key] for d in datums])]
+    if last is not None:
+        parts += [packer.pack("targets"), packer.pack(IMPLIED)]
+        parts += [packer.pack("last_targets"), *_column(packer, [last])]
+    parts += [packer.pack("columns"), packer.pack_map_header(1 + len(columns))]
+    for key, arrays in ({"input_ids": input_ids} | columns).items():
+        parts += [packer.pack(key), *_column(packer, arrays)]
     for plural, values in extras.items():
         parts.append(packer.pack(plural))
         if plural == "rewards":
@@ -225,56 +171,11 @@ def unpack(body: bytes | bytearray | memoryview) -> WirePost:
     if type(version) not in (int, type(None)) or not isinstance(actor, str | None):
         raise MalformedBody("body: want policy_version an integer and actor a string, or neither")
     columnar = "columns" in root
-    form = {"columns", "lengths", *METADATA.values()} if columnar else {"datums"}
+    slim = {"targets", "last_targets"}
+    form = {"columns", "lengths", *slim, *METADATA.values()} if columnar else {"datums"}
     _check_keys("body", root, head | form)
     datums = _from_columns(root) if columnar else _from_datums(root["datums"])
     return WirePost(policy_version=version, actor=actor, datums=tuple(datums))
-
-
-def _on_wire(key: str, array: NDArray[Any]) -> NDArray[Any]:
-    dtype = LITTLE_ENDIAN.get(array.dtype)
-    if dtype is None:
-        want = f"want one of {', '.join(WIRE_DTYPES)}"
-        raise DatumError(f"{key}: got dtype {array.dtype}, {want}; cast it before it is sent")
-    if key in ID_KEYS and dtype is not WIRE_DTYPES["int32"]:
-        if array.dtype.kind not in "iu":
-            raise DatumError(f"{key}: got dtype {array.dtype}, want integers")
-        if array.size:
-            low, high = int(array.min()), int(array.max())
-            if low < INT32.min or high > INT32.max:
-                raise DatumError(f"{key}: got ids {low} .. {high}, want ids that fit int32")
-        dtype = WIRE_DTYPES["int32"]
-    return np.asarray(array, dtype=dtype, order="C")
-
-
-def _entry(key: str, array: NDArray[Any], tokens: int) -> NDArray[Any]:
-    if not isinstance(key, str) or key == "input_ids":
-        raise DatumError(f'loss_fn_inputs: got key {key!r}, want a string other than "input_ids"')
-    if array.ndim > 1 or array.size not in (1, tokens):
-        got = f"got shape {list(array.shape)} beside {tokens} input_ids"
-        raise DatumError(
-            f"loss_fn_inputs[{key!r}]: {got}, want 1-D [{tokens}] (per token) or [1] (per sample)"
-        )
-    return _on_wire(key, array.reshape(-1))
-
-
-def _check_metadata(datum: WireDatum) -> None:
-    for name in STRINGS:
-        value = getattr(datum, name)
-        if value is not None and not isinstance(value, str):
-            raise DatumError(f"{name}: got {value!r}, want a string")
-    for name, least in (("group_size", 1), ("policy_version", 0)):
-        value = getattr(datum, name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
-            raise DatumError(f"{name}: got {value!r}, want an integer of at least {least}")
-    if datum.group_size is not None and datum.group_id is None:
-        raise DatumError(f"group_size: got {datum.group_size} without a group_id; give both")
-    if datum.reward is not None and not (
-        isinstance(datum.reward, int | float) and math.isfinite(datum.reward)
-    ):
-        raise DatumError(f"reward: got {datum.reward!r}, want a finite number, or leave it out")
 
 
 def _head(policy_version: int | None, actor: str | None) -> dict[str, Any]:
@@ -288,12 +189,12 @@ def _tensor(array: NDArray[Any]) -> dict[str, Any]:
 
 def _column(packer: msgpack.Packer, arrays: Sequence[NDArray[Any]]) -> list[Any]:
     """The bytes of one tensor map, as parts to be joined: its data is `arrays` end to end."""
-    dtypes = {a.dtype for a in arrays}
+    dtypes, trailing = {a.dtype for a in arrays}, arrays[0].shape[1:]
     if len(dtypes) > 1:
         widest = np.result_type(*dtypes)
         arrays = [a.astype(widest, copy=False) for a in arrays]
-    dtype, count = arrays[0].dtype, sum(a.size for a in arrays)
-    nbytes = count * dtype.itemsize
+    dtype, rows = arrays[0].dtype, sum(len(a) for a in arrays)
+    nbytes = rows * math.prod(trailing) * dtype.itemsize
     if nbytes < 1 << 8:
         size = b"\xc4" + nbytes.to_bytes(1, "big")
     elif nbytes < 1 << 16:
@@ -305,8 +206,8 @@ def _column(packer: msgpack.Packer, arrays: Sequence[NDArray[Any]]) -> list[Any]
             f"a column of {nbytes} bytes: msgpack carries less than 4 GiB; send fewer datums a post"
         )
     head = [packer.pack_map_header(3), packer.pack("dtype"), packer.pack(dtype.name)]
-    head += [packer.pack("shape"), packer.pack([count]), packer.pack("data"), size]
-    return head + [a.view(np.uint8) for a in arrays]
+    head += [packer.pack("shape"), packer.pack([rows, *trailing]), packer.pack("data"), size]
+    return head + [a.reshape(-1).view(np.uint8) for a in arrays]
 
 
 def _check_keys(where: str, got: Any, want: Iterable[str]) -> None:
@@ -364,11 +265,17 @@ def _from_columns(root: dict[str, Any]) -> list[WireDatum]:
         raise MalformedBody('columns: want a map that holds "input_ids"')
     count, total = lengths.size, int(lengths.sum(dtype=np.int64))
     cuts = np.cumsum(lengths[:-1], dtype=np.int64)
+    given = {key: _array(f"columns.{key}", tensor) for key, tensor in root["columns"].items()}
+    if "targets" in root or "last_targets" in root:
+        given["target_tokens"] = _implied(root, given, lengths)
     columns: dict[str, list[NDArray[Any]]] = {}
-    for key, tensor in root["columns"].items():
-        array = _array(f"columns.{key}", tensor)
+    for key, array in given.items():
         per_sample = key != "input_ids" and array.shape == (count,) != (total,)
-        if array.shape != (total,) and not per_sample:
+        stream = key != "input_ids" and array.ndim > 1
+        if stream and len(array) == total - count:  # streams of T-1 rows
+            columns[key] = np.split(array, cuts - np.arange(1, count))
+            continue
+        if (not per_sample and array.shape[:1] != (total,)) or (array.ndim > 1 and not stream):
             want = f"[{total}] (per token) or [{count}] (per sample)"
             raise DatumError(f"columns.{key}: got shape {list(array.shape)}, want {want}")
         columns[key] = np.split(array, count if per_sample else cuts)
@@ -384,6 +291,31 @@ def _from_columns(root: dict[str, Any]) -> list[WireDatum]:
         )
         for i in range(count)
     ]
+
+
+def _implied(
+    root: dict[str, Any], columns: Mapping[str, NDArray[Any]], lengths: NDArray[Any]
+) -> NDArray[np.int32]:
+    """The column target_tokens of a slim body."""
+    if root.get("targets") != IMPLIED:
+        raise MalformedBody(f"targets: got {root.get('targets')!r}, want {IMPLIED!r}, or neither")
+    if "target_tokens" in columns:
+        raise MalformedBody('columns.target_tokens: got it beside "targets"; send one of them')
+    ids = on_wire("columns.input_ids", columns["input_ids"])
+    count, total = lengths.size, int(lengths.sum(dtype=np.int64))
+    if ids.shape != (total,) or ids.dtype.kind not in "iu":
+        raise DatumError(f"columns.input_ids: got {list(ids.shape)}, want integers [{total}]")
+    if "last_targets" in root:
+        last = on_wire("target_tokens", _array("last_targets", root["last_targets"]))
+        if last.shape != (count,):
+            raise DatumError(f"last_targets: got shape {list(last.shape)}, want [{count}]")
+        return implied_targets(ids, lengths, last)
+    weights = columns.get("weights", np.ones(count))
+    ends = np.cumsum(lengths, dtype=np.int64) - 1
+    lasts = weights if weights.shape == (count,) else weights[ends] if weights.size == total else 1
+    if np.any(lasts):
+        raise DatumError("last_targets: got none, want int32 [N]: a datum's last weight is not 0")
+    return implied_targets(ids, lengths, np.zeros(count, np.int32))
 
 
 def _metadata(values: Any, plural: str, count: int) -> list[Any]:

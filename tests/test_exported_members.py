@@ -23,6 +23,7 @@ PROMISED = {
         "Backlog",
         "PolicyInfo",
         "Report",
+        "AsyncRolloutClient",
         "RolloutClient",
         "Trainer",
     },

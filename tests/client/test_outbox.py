@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -184,6 +185,69 @@ def test_stop_and_seal_end_every_wait() -> None:
         assert not thread.is_alive()
     assert post is not None
     assert sorted(map(str, ends)) == ["1", "False", "None", "admit"]
+
+
+def test_a_lowered_bound_shrinks_the_posts_to_come_and_never_grows() -> None:
+    box = outbox(post_bytes=10 * ONE)
+    box.admit([datum() for _ in range(7)], block=True)
+    box.bound(post_bytes=3 * ONE, datums=100)
+    first = box.take()
+    box.bound(post_bytes=100 * ONE, datums=2)
+    assert first is not None
+    assert len(first.numbers) == 3
+    assert [len(post.numbers) for post in (box.take(), box.take()) if post] == [2, 2]
+
+
+def test_parts_of_a_post_hold_its_parcels_once() -> None:
+    box = outbox()
+    for size in (1, 2, 2):
+        box.admit([datum() for _ in range(size)], block=True)
+    post = box.take()
+    assert post is not None
+    one, two = post.halves()
+    assert (one.numbers, two.numbers) == ([0, 1, 2], [3, 4])
+    assert [part.numbers for part in one.part(one.parcels[:1]).halves()] == [[0]]
+    assert [part.numbers for part in post.by_submit()] == [[0], [1, 2], [3, 4]]
+    box.delivered(one, 1, [(1, PostFailed("skipped", 422))])
+    box.delivered(two, 0)
+    report = box.flush(0.0)
+    assert (report.delivered, report.dropped, [n for n, _ in report.failed]) == (4, 1, [1])
+
+
+def test_a_cancelled_submit_leaves_no_datum_unaccounted_for() -> None:
+    async def cancelled() -> None:
+        box = outbox(outbox_bytes=2 * ONE)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await box.admit_async([datum() for _ in range(5)], block=True)
+        post = box.take()
+        assert post is not None
+        assert post.numbers == [0, 1]
+        box.delivered(post, 0)
+        report = await box.flush_async(BOUND_S)
+        assert (report.delivered, [n for n, _ in report.failed]) == (2, [2, 3, 4])
+        statistics = box.statistics()
+        assert (statistics["submitted"], statistics["buffered"], statistics["outbox"]) == (5, 0, 0)
+        assert await box.admit_async([datum()], block=True) == range(5, 6)
+
+    asyncio.run(cancelled())
+
+
+def test_a_closing_flush_waits_for_the_submit_that_it_cut_off() -> None:
+    async def closing() -> None:
+        box = outbox(outbox_bytes=ONE)
+        task = asyncio.create_task(box.admit_async([datum(), datum()], block=True))
+        await asyncio.sleep(0)
+        post = box.take()
+        assert post is not None
+        box.seal()
+        box.delivered(post, 0)
+        report = await box.flush_async(BOUND_S)  # looks before the submit has looked
+        assert (report.delivered, [n for n, _ in report.failed], report.unknown) == (1, [1], 0)
+        with pytest.raises(ClientClosed):
+            await task
+
+    asyncio.run(closing())
 
 
 def test_raising_is_all_or_nothing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import socket
@@ -10,14 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import httpx
+import msgpack
 import numpy as np
 import pytest
 
@@ -33,142 +28,10 @@ from headrace.schemas.errors import (
     PostFailed,
     SettingsError,
 )
-from headrace.schemas.wire import WirePost, unpack
+from headrace.schemas.wire import WirePost
 
 BOUND_S = 20.0  # of every wait on a condition; reached only by a failing test
 DROP_BEFORE, DROP_AFTER = "drop-before", "drop-after"  # the post is taken; before or after it
-
-
-@dataclass
-class Received:
-    key: str
-    body: bytes
-    post: WirePost
-    token: str | None
-
-
-@dataclass
-class Standin:
-    """The service's side of the contract, in one process with the test, on a real socket."""
-
-    url: str = ""
-    received: list[Received] = field(default_factory=list)
-    taken: list[str] = field(default_factory=list)  # datum ids in the order of their 202
-    keys: dict[str, int] = field(default_factory=dict)
-    script: deque[Any] = field(default_factory=deque)  # answers to come, then 202
-    judge: Callable[[WirePost], tuple[int, dict[str, Any]] | None] = lambda post: None
-    version: int | None = None
-    gate: threading.Event = field(default_factory=threading.Event)  # cleared: posts stall
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def wait(self, reached: Callable[[], bool]) -> None:
-        with self.changed:
-            assert self.changed.wait_for(reached, BOUND_S)
-
-    def publish(self, version: int) -> None:
-        with self.changed:
-            self.version = version
-            self.changed.notify_all()
-
-    def policy(self, newer_than: int, wait: float) -> dict[str, Any]:
-        def newer() -> bool:
-            return self.version is not None and self.version > newer_than
-
-        with self.changed:
-            self.changed.wait_for(newer, wait)
-            return {"version": self.version, "uri": f"weights/{self.version}"}
-
-    def answer(self, got: Received) -> tuple[int, dict[str, Any], dict[str, str]] | str:
-        with self.changed:
-            self.received.append(got)
-            step = self.script.popleft() if self.script else None
-            self.changed.notify_all()
-        self.gate.wait(BOUND_S)
-        if step == DROP_BEFORE:
-            return DROP_BEFORE
-        if isinstance(step, int | tuple):
-            status, headers = step if isinstance(step, tuple) else (step, {})
-            return status, {"code": "scripted", "detail": f"scripted {status}"}, headers
-        if refusal := self.judge(got.post):
-            return (*refusal, {})
-        with self.changed:
-            count, duplicate = len(got.post.datums), got.key in self.keys
-            if not duplicate:
-                self.keys[got.key] = count
-                self.taken += [d.id or "" for d in got.post.datums]
-            self.changed.notify_all()
-        body = {
-            "accepted": count,
-            "first_datum": 0,
-            "duplicate": duplicate,
-            "dropped": {"stale": 1},
-        }
-        body |= {"policy_version": self.version, "policy_uri": "weights/x", "admission": None}
-        body |= {"backlog": {"datums": 5, "tokens": 50, "bytes": 500, "steps": 1.5}}
-        return DROP_AFTER if step == DROP_AFTER else (202, body, {})
-
-
-def handler_of(standin: Standin) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            assert self.path == "/v1/datums"
-            assert self.headers["Content-Type"] == "application/msgpack"
-            token = self.headers.get("Authorization")
-            got = Received(self.headers["Idempotency-Key"], body, unpack(body), token)
-            answer = standin.answer(got)
-            if isinstance(answer, str):
-                self.close_connection = True
-                self.connection.shutdown(socket.SHUT_RDWR)
-                return
-            self.reply(*answer)
-
-        def do_GET(self) -> None:
-            asked = parse_qs(urlsplit(self.path).query)
-            with standin.changed:
-                step = standin.script.popleft() if standin.script else None
-            if step is not None:
-                self.reply(step, {"code": "scripted"}, {})
-                return
-            body = standin.policy(int(asked["newer_than"][0]), float(asked["wait"][0]))
-            self.reply(200, body, {})
-
-        def reply(self, status: int, body: dict[str, Any], headers: dict[str, str]) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            for name, value in ({"Content-Length": str(len(data))} | headers).items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    return Handler
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that was closed meanwhile
-
-
-@pytest.fixture
-def standin() -> Iterator[Standin]:
-    standin = Standin()
-    standin.gate.set()
-    server = Server(("127.0.0.1", 0), handler_of(standin))
-    standin.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield standin
-    standin.gate.set()
-    server.shutdown()
-    thread.join(BOUND_S)
-    server.server_close()
 
 
 def datum(name: str | None = None, tokens: int = 3, **more: Any) -> dict[str, Any]:
@@ -187,7 +50,7 @@ def dead_url() -> str:
 # ---- what is sent
 
 
-def test_what_the_service_sees(standin: Standin) -> None:
+def test_what_the_service_sees(standin: Any) -> None:
     with RolloutClient(standin.url, actor="a-1", token="secret") as client:
         numbers = client.submit(
             {
@@ -210,14 +73,29 @@ def test_what_the_service_sees(standin: Standin) -> None:
     assert sent.loss_fn_inputs["weights"].tolist() == [False, True, True]
 
 
-def test_a_datums_own_version_goes_before_the_calls(standin: Standin) -> None:
+@pytest.mark.parametrize("float16", [False, True])
+def test_posts_are_slim(standin: Any, float16: bool) -> None:
+    losses = {"target_tokens": [2, 3, 9], "weights": [0.0, 1.0, 1.0], "logprobs": [0.0, -1, -2]}
+    with RolloutClient(standin.url, float16_logprobs=float16) as client:
+        client.submit({"input_ids": [1, 2, 3], "loss_fn_inputs": losses}, 0)
+    body = msgpack.unpackb(standin.received[0].body)
+    dtypes = {key: column["dtype"] for key, column in body["columns"].items()}
+    assert body["targets"] == "implied"
+    assert dtypes == {
+        "input_ids": "int32", "weights": "uint8", "logprobs": "float16" if float16 else "float32",
+    }  # fmt: skip
+    [sent] = standin.received[0].post.datums
+    assert sent.loss_fn_inputs["target_tokens"].tolist() == [2, 3, 9]
+
+
+def test_a_datums_own_version_goes_before_the_calls(standin: Any) -> None:
     with RolloutClient(standin.url) as client:
         client.submit([datum("a", policy_version=7), datum("b", policy_version=None)], 9)
     [got] = standin.received
     assert [d.policy_version for d in got.post.datums] == [7, 9]
 
 
-def test_buffers_may_be_used_again_after_submit(standin: Standin) -> None:
+def test_buffers_may_be_used_again_after_submit(standin: Any) -> None:
     standin.gate.clear()
     ids, logprobs = np.arange(4), np.ones(4, np.float32)
     with RolloutClient(standin.url) as client:
@@ -229,7 +107,7 @@ def test_buffers_may_be_used_again_after_submit(standin: Standin) -> None:
     assert sent.loss_fn_inputs["logprobs"].tolist() == [1, 1, 1, 1]
 
 
-def test_small_submits_share_a_post(standin: Standin) -> None:
+def test_small_submits_share_a_post(standin: Any) -> None:
     with RolloutClient(standin.url, linger_s=60) as client:
         for i in range(20):
             client.submit(datum(str(i)))
@@ -239,19 +117,19 @@ def test_small_submits_share_a_post(standin: Standin) -> None:
     assert len(standin.received) == 1
 
 
-def test_a_post_goes_after_its_linger_without_a_flush(standin: Standin) -> None:
+def test_a_post_goes_after_its_linger_without_a_flush(standin: Any) -> None:
     with RolloutClient(standin.url, linger_s=0.02) as client:
         client.submit(datum("a"))
         standin.wait(lambda: standin.taken == ["a"])
 
 
-def test_a_full_post_goes_before_its_linger(standin: Standin) -> None:
+def test_a_full_post_goes_before_its_linger(standin: Any) -> None:
     with RolloutClient(standin.url, linger_s=60, post_bytes=2000) as client:
         client.submit([datum(str(i)) for i in range(8)])
         standin.wait(lambda: len(standin.taken) >= 6)
 
 
-def test_a_group_in_one_list_is_never_split(standin: Standin) -> None:
+def test_a_group_in_one_list_is_never_split(standin: Any) -> None:
     with RolloutClient(standin.url, post_bytes=1500) as client:
         for g in range(6):
             group = [datum(f"{g}.{i}", group_id=f"g{g}", group_size=8) for i in range(8)]
@@ -263,7 +141,7 @@ def test_a_group_in_one_list_is_never_split(standin: Standin) -> None:
         assert len(got.post.datums) == 8
 
 
-def test_differing_keys_go_in_posts_of_their_own(standin: Standin) -> None:
+def test_differing_keys_go_in_posts_of_their_own(standin: Any) -> None:
     with RolloutClient(standin.url, linger_s=60) as client:
         client.submit(datum("a"))
         client.submit(datum("b", loss_fn_inputs={"logprobs": [0.0] * 3}))
@@ -304,7 +182,7 @@ def test_default_actor_is_a_valid_name() -> None:
     ],
 )
 def test_a_bad_datum_raises_in_submit_and_nothing_is_taken(
-    standin: Standin, bad: Any, message: str
+    standin: Any, bad: Any, message: str
 ) -> None:
     with RolloutClient(standin.url) as client:
         with pytest.raises(DatumError, match=message):
@@ -335,7 +213,7 @@ def test_settings_that_make_no_sense(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("first", [408, 429, 502, 503, 504, DROP_BEFORE, DROP_AFTER])
-def test_another_try_has_the_same_key_and_bytes(standin: Standin, first: Any) -> None:
+def test_another_try_has_the_same_key_and_bytes(standin: Any, first: Any) -> None:
     standin.script.append(first)
     with RolloutClient(standin.url) as client:
         client.submit([datum("a"), datum("b")])
@@ -349,8 +227,8 @@ def test_another_try_has_the_same_key_and_bytes(standin: Standin, first: Any) ->
     assert statistics["bytes"] == len(once.body)
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 409, 411, 413, 415, 500])
-def test_a_refusal_is_not_tried_again(standin: Standin, status: int) -> None:
+@pytest.mark.parametrize("status", [400, 401, 403, 409, 411, 415, 421, 500])
+def test_a_refusal_is_not_tried_again(standin: Any, status: int) -> None:
     standin.script.append(status)
     with RolloutClient(standin.url) as client:
         client.submit([datum("a"), datum("b")])
@@ -365,7 +243,7 @@ def test_a_refusal_is_not_tried_again(standin: Standin, status: int) -> None:
     assert standin.taken == ["c"]
 
 
-def test_the_deadline_ends_the_tries(standin: Standin) -> None:
+def test_the_deadline_ends_the_tries(standin: Any) -> None:
     standin.judge = lambda post: (503, {"code": "not_serving", "detail": "starting"})
     with RolloutClient(standin.url, deadline_s=0.3) as client:
         client.submit(datum("a"))
@@ -388,7 +266,7 @@ def test_no_service_at_all() -> None:
     assert "may have been taken" not in str(error)
 
 
-def test_a_lost_answer_says_that_the_post_may_have_been_taken(standin: Standin) -> None:
+def test_a_lost_answer_says_that_the_post_may_have_been_taken(standin: Any) -> None:
     standin.script.extend([DROP_AFTER] * 100)
     with RolloutClient(standin.url, deadline_s=0.3) as client:
         client.submit(datum("a"))
@@ -406,7 +284,7 @@ def test_retry_after_is_kept_within_a_fifth() -> None:
 
 
 @pytest.mark.slow
-def test_retry_after_is_waited_for(standin: Standin) -> None:
+def test_retry_after_is_waited_for(standin: Any) -> None:
     standin.script.append((429, {"Retry-After": "1"}))
     with RolloutClient(standin.url) as client:
         client.submit(datum("a"))
@@ -436,19 +314,9 @@ def test_an_answer_of_any_shape_is_read() -> None:
 # ---- refusals by datum
 
 
-def refuse(*names: str) -> Callable[[WirePost], tuple[int, dict[str, Any]] | None]:
-    def judge(post: WirePost) -> tuple[int, dict[str, Any]] | None:
-        errors = [
-            {"index": i, "field": "logprobs", "code": "length", "got": "[2]", "want": "[3]"}
-            for i, d in enumerate(post.datums)
-            if d.id in names
-        ]
-        return (422, {"code": "invalid", "errors": errors}) if errors else None
-
-    return judge
-
-
-def test_a_refused_submit_does_not_sink_those_it_shared_a_post_with(standin: Standin) -> None:
+def test_a_refused_submit_does_not_sink_those_it_shared_a_post_with(
+    standin: Any, refuse: Any
+) -> None:
     standin.judge = refuse("bad")
     with RolloutClient(standin.url, linger_s=60) as client:
         client.submit([datum("a"), datum("b")])
@@ -463,10 +331,10 @@ def test_a_refused_submit_does_not_sink_those_it_shared_a_post_with(standin: Sta
     assert "datum 3, logprobs: length: got [2], want [3]" in str(blamed[1])
     assert "because of another datum" in str(beside[1])
     assert "datum 3" in str(beside[1])
-    assert len({got.key for got in standin.received}) == len(standin.received) == 4
+    assert len({got.key for got in standin.received}) == len(standin.received) == 2
 
 
-def test_one_submit_that_is_refused_is_not_sent_again(standin: Standin) -> None:
+def test_one_submit_that_is_refused_is_not_sent_again(standin: Any, refuse: Any) -> None:
     standin.judge = refuse("bad")
     with RolloutClient(standin.url, linger_s=60) as client:
         client.submit([datum("a"), datum("bad")])
@@ -475,10 +343,79 @@ def test_one_submit_that_is_refused_is_not_sent_again(standin: Standin) -> None:
     assert [number for number, _ in report.failed] == [0, 1]
 
 
+def test_many_refused_submits_cost_a_round_a_listing(standin: Any, refuse: Any) -> None:
+    """The service lists at most so many findings; the others go on in one post."""
+    bad = [str(i) for i in range(0, 60, 3)]
+    judge = refuse(*bad)
+
+    def first_eight(post: WirePost) -> Any:
+        refusal = judge(post)
+        return refusal and (422, refusal[1] | {"errors": refusal[1]["errors"][:8]})
+
+    standin.judge = first_eight
+    with RolloutClient(standin.url, linger_s=60) as client:
+        for i in range(60):
+            client.submit(datum(str(i)))
+        report = client.flush(BOUND_S)
+    assert [str(number) for number, _ in report.failed] == bad
+    assert all(e.errors[0].index == number for number, e in report.failed)
+    assert sorted(standin.taken, key=int) == [str(i) for i in range(60) if str(i) not in bad]
+    assert len(standin.received) == 4  # 8, 8 and 4 refused, then all good
+
+
+def test_a_refusal_without_a_place_sends_each_submit_by_itself(standin: Any) -> None:
+    def judge(post: WirePost) -> Any:
+        finding = {"index": None, "field": "x", "code": "keys_differ", "got": "a", "want": "b"}
+        bad = any(d.id == "bad" for d in post.datums)
+        return (422, {"code": "invalid", "errors": [finding]}) if bad else None
+
+    standin.judge = judge
+    with RolloutClient(standin.url, linger_s=60) as client:
+        client.submit([datum("a"), datum("b")])
+        client.submit(datum("bad"))
+        client.submit(datum("c"))
+        report = client.flush(BOUND_S)
+    assert [n for n, _ in report.failed] == [2]
+    assert standin.taken == ["a", "b", "c"]
+    assert len(standin.received) == 4
+
+
+def test_skipped_datums_fail_alone(standin: Any) -> None:
+    def extra(post: WirePost) -> dict[str, Any]:
+        names = [d.id for d in post.datums]
+        findings = [
+            {"index": i, "field": "logprobs", "code": code, "got": "nan", "want": "finite"}
+            for i, name in enumerate(names)
+            for code in ("not_finite", "too_high")
+            if name == "bad"
+        ]
+        unnamed = names.count("worse")
+        dropped = {"stale": 1, "late": 0, "invalid": names.count("bad") + unnamed}
+        return {"skipped": findings, "dropped": dropped}
+
+    standin.extra = extra
+    with RolloutClient(standin.url, linger_s=60, on_invalid="skip") as client:
+        client.submit([datum("a"), datum("bad"), datum("b")])
+        report = client.flush(BOUND_S)
+        assert (report.delivered, report.unknown, report.dropped) == (2, 0, 1)
+        [(number, error)] = report.failed
+        assert (number, error.http_status) == (1, 422)
+        assert [e.code for e in error.errors] == ["not_finite", "too_high"]
+        assert "datum 1, logprobs: not_finite: got nan, want finite" in str(error)
+        # The service names so many and counts all: the books still balance.
+        client.submit([datum("bad"), datum("worse"), datum("worse")])
+        report = client.flush(BOUND_S)
+        assert (report.delivered, report.dropped) == (2, 3)
+        assert [number for number, _ in report.failed] == [3]
+        statistics = client.statistics()
+    assert (statistics["accepted"], statistics["failed"], statistics["buffered"]) == (4, 2, 0)
+    assert [got.query for got in standin.received] == ["on_invalid=skip"] * 2
+
+
 # ---- the bound, and order
 
 
-def test_a_full_outbox_raises_where_asked(standin: Standin) -> None:
+def test_a_full_outbox_raises_where_asked(standin: Any) -> None:
     standin.gate.clear()
     with RolloutClient(standin.url, outbox_bytes=1000, on_full="raise") as client:
         client.submit([datum("a"), datum("b")])
@@ -491,7 +428,7 @@ def test_a_full_outbox_raises_where_asked(standin: Standin) -> None:
     assert standin.taken == ["a", "b", "e"]
 
 
-def test_a_full_outbox_blocks_until_there_is_room(standin: Standin) -> None:
+def test_a_full_outbox_blocks_until_there_is_room(standin: Any) -> None:
     standin.gate.clear()
     with RolloutClient(standin.url, outbox_bytes=1000, post_bytes=600) as client:
         thread = threading.Thread(target=lambda: client.submit([datum(str(i)) for i in range(30)]))
@@ -506,7 +443,7 @@ def test_a_full_outbox_blocks_until_there_is_room(standin: Standin) -> None:
     assert len(standin.taken) == 30
 
 
-def test_a_group_that_never_fits_raises(standin: Standin) -> None:
+def test_a_group_that_never_fits_raises(standin: Any) -> None:
     with (
         RolloutClient(standin.url, outbox_bytes=1000) as client,
         pytest.raises(OutboxFull, match="never fit outbox_bytes=1000"),
@@ -514,8 +451,8 @@ def test_a_group_that_never_fits_raises(standin: Standin) -> None:
         client.submit([datum(group_id="g") for _ in range(9)])
 
 
-def test_one_post_in_flight_keeps_the_order_through_retries(standin: Standin) -> None:
-    standin.script.extend([503, None, DROP_AFTER, None, 429, None, DROP_BEFORE])
+def test_one_post_in_flight_keeps_the_order_through_retries(standin: Any) -> None:
+    standin.script.extend([503, None, DROP_AFTER, None, DROP_BEFORE])
     names = [str(i) for i in range(12)]
     with RolloutClient(standin.url, inflight=1, post_bytes=1, linger_s=0) as client:
         for name in names:
@@ -524,7 +461,7 @@ def test_one_post_in_flight_keeps_the_order_through_retries(standin: Standin) ->
     assert standin.taken == names
 
 
-def test_a_stuck_post_is_overtaken_by_one_place(standin: Standin) -> None:
+def test_a_stuck_post_is_overtaken_by_one_place(standin: Any) -> None:
     def judge(post: WirePost) -> tuple[int, dict[str, Any]] | None:
         return (503, {}) if post.datums[0].id == "0" and len(standin.received) < 4 else None
 
@@ -541,7 +478,7 @@ def test_a_stuck_post_is_overtaken_by_one_place(standin: Standin) -> None:
 # ---- policy, backlog
 
 
-def test_the_last_answer_is_kept(standin: Standin) -> None:
+def test_the_last_answer_is_kept(standin: Any) -> None:
     standin.version = 3
     with RolloutClient(standin.url) as client:
         assert (client.policy, client.backlog, client.admission) == (None, None, None)
@@ -552,7 +489,7 @@ def test_the_last_answer_is_kept(standin: Standin) -> None:
         assert client.admission is None
 
 
-def test_wait_policy_returns_when_one_is_published(standin: Standin) -> None:
+def test_wait_policy_returns_when_one_is_published(standin: Any) -> None:
     with RolloutClient(standin.url) as client:
         got: list[PolicyInfo] = []
         thread = threading.Thread(target=lambda: got.append(client.wait_policy(timeout=BOUND_S)))
@@ -565,7 +502,7 @@ def test_wait_policy_returns_when_one_is_published(standin: Standin) -> None:
         assert client.wait_policy(newer_than=4, timeout=BOUND_S).version == 5
 
 
-def test_wait_policy_gives_up(standin: Standin) -> None:
+def test_wait_policy_gives_up(standin: Any) -> None:
     standin.version = 2
     with RolloutClient(standin.url) as client:
         with pytest.raises(PolicyTimeout, match=r"newer than 2 within 0.1 s: .* has version 2"):
@@ -575,6 +512,38 @@ def test_wait_policy_gives_up(standin: Standin) -> None:
         standin.script.append(403)
         with pytest.raises(ClientError, match="HTTP 403"):
             client.wait_policy(newer_than=1, timeout=BOUND_S)
+
+
+def test_a_long_poll_that_is_cut_short_is_not_repeated_at_once(standin: Any) -> None:
+    polls: list[float] = []
+
+    def at_once(newer_than: int, wait: float) -> dict[str, Any]:
+        polls.append(wait)
+        return {"version": 1, "uri": None}
+
+    standin.policy = at_once
+    with RolloutClient(standin.url) as client, pytest.raises(PolicyTimeout):
+        client.wait_policy(newer_than=1, timeout=0.5)
+    assert 2 <= len(polls) <= 7  # 0.1 s apart
+
+
+def test_close_ends_a_wait_for_a_policy(standin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.client.policy.LONG_POLL_S", 0.1)
+    errors: list[Exception] = []
+    client = RolloutClient(standin.url)
+
+    def wait() -> None:
+        try:
+            client.wait_policy()
+        except ClientClosed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    standin.wait(lambda: standin.polls > 0)
+    client.close()
+    thread.join(BOUND_S)
+    assert len(errors) == 1
 
 
 def test_wait_policy_without_a_service() -> None:
@@ -588,7 +557,7 @@ def test_wait_policy_without_a_service() -> None:
 # ---- the end
 
 
-def test_the_end_of_the_run_ends_the_client(standin: Standin) -> None:
+def test_the_end_of_the_run_ends_the_client(standin: Any) -> None:
     standin.judge = lambda post: (410, {"code": "run_finished", "detail": "the run has ended"})
     with RolloutClient(standin.url, inflight=1, post_bytes=1, linger_s=0) as client:
         client.submit(datum("a"))
@@ -599,7 +568,7 @@ def test_the_end_of_the_run_ends_the_client(standin: Standin) -> None:
     assert [(n, e.http_status) for n, e in report.failed] == [(0, 410)]
 
 
-def test_what_waits_behind_a_410_fails_with_it(standin: Standin) -> None:
+def test_what_waits_behind_a_410_fails_with_it(standin: Any) -> None:
     standin.gate.clear()
     standin.judge = lambda post: (410, {"code": "run_finished"})
     with RolloutClient(standin.url, inflight=1, post_bytes=1, linger_s=0) as client:
@@ -610,7 +579,7 @@ def test_what_waits_behind_a_410_fails_with_it(standin: Standin) -> None:
     assert [(n, e.http_status) for n, e in report.failed] == [(n, 410) for n in range(5)]
 
 
-def test_flush_reports_once_and_numbers_go_on(standin: Standin) -> None:
+def test_flush_reports_once_and_numbers_go_on(standin: Any) -> None:
     with RolloutClient(standin.url) as client:
         client.submit([datum("a"), datum("b")])
         assert client.flush(BOUND_S).delivered == 2
@@ -620,7 +589,7 @@ def test_flush_reports_once_and_numbers_go_on(standin: Standin) -> None:
         assert client.close().delivered == 1
 
 
-def test_flush_that_runs_out_of_time_says_how_many_are_unknown(standin: Standin) -> None:
+def test_flush_that_runs_out_of_time_says_how_many_are_unknown(standin: Any) -> None:
     standin.gate.clear()
     with RolloutClient(standin.url) as client:
         client.submit([datum("a"), datum("b")])
@@ -630,7 +599,7 @@ def test_flush_that_runs_out_of_time_says_how_many_are_unknown(standin: Standin)
         assert client.flush(BOUND_S).delivered == 2
 
 
-def test_close_has_a_deadline_and_ends_the_tries(standin: Standin) -> None:
+def test_close_has_a_deadline_and_ends_the_tries(standin: Any) -> None:
     standin.judge = lambda post: (503, {})
     client = RolloutClient(standin.url, close_deadline_s=0.1)
     client.submit([datum("a"), datum("b")])
@@ -647,7 +616,7 @@ def test_close_has_a_deadline_and_ends_the_tries(standin: Standin) -> None:
             use()
 
 
-def test_close_wakes_whoever_waits_for_room(standin: Standin) -> None:
+def test_close_wakes_whoever_waits_for_room(standin: Any) -> None:
     standin.gate.clear()
     client = RolloutClient(standin.url, outbox_bytes=600, close_deadline_s=0.05)
     errors: list[Exception] = []
@@ -661,12 +630,16 @@ def test_close_wakes_whoever_waits_for_room(standin: Standin) -> None:
     thread = threading.Thread(target=submit)
     thread.start()
     standin.wait(lambda: len(standin.received) >= 1)
-    client.close()
+    report = client.close()
     thread.join(BOUND_S)
     assert len(errors) == 1
+    # None of the five is lost: two were posted, three never had room.
+    assert [number for number, _ in report.failed] == [2, 3, 4]
+    assert all("before the outbox had room" in str(error) for _, error in report.failed)
+    assert (report.delivered, report.unknown) == (0, 2)
 
 
-def test_leaving_the_block_by_an_exception_closes_too(standin: Standin) -> None:
+def test_leaving_the_block_by_an_exception_closes_too(standin: Any) -> None:
     client = RolloutClient(standin.url, linger_s=60)
 
     def sample() -> None:
@@ -681,7 +654,7 @@ def test_leaving_the_block_by_an_exception_closes_too(standin: Standin) -> None:
         client.submit(datum())
 
 
-def test_a_forked_child_gets_a_clear_error(standin: Standin) -> None:
+def test_a_forked_child_gets_a_clear_error(standin: Any) -> None:
     with RolloutClient(standin.url) as client:
         client.submit(datum("a"))
         read, write = os.pipe()
@@ -721,7 +694,7 @@ client.submit([{{"input_ids": [1]}}] * 3, policy_version=0)
 # ---- everything at once
 
 
-def chaos(standin: Standin, seed: int, count: int) -> None:
+def chaos(standin: Any, refuse: Any, seed: int, count: int) -> None:
     """Whatever the service and the network do: each datum once, taken or failed, books balanced."""
     rng = random.Random(seed)
     doomed = {str(i) for i in range(count) if rng.random() < 0.03}
@@ -749,11 +722,11 @@ def chaos(standin: Standin, seed: int, count: int) -> None:
     assert (statistics["buffered"], statistics["outbox"]) == (0, 0)
 
 
-def test_chaos(standin: Standin) -> None:
-    chaos(standin, seed=1, count=40)
+def test_chaos(standin: Any, refuse: Any) -> None:
+    chaos(standin, refuse, seed=1, count=40)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(10))
-def test_chaos_long(standin: Standin, seed: int) -> None:
-    chaos(standin, seed=seed, count=600)
+def test_chaos_long(standin: Any, refuse: Any, seed: int) -> None:
+    chaos(standin, refuse, seed=seed, count=600)

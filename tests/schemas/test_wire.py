@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ from headrace.schemas.wire import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
-PACK = {"per_datum": pack_per_datum, "columnar": pack_columnar}
+PACK = {
+    "per_datum": pack_per_datum,
+    "columnar": pack_columnar,
+    "slim": partial(pack_columnar, slim=True),
+}
 
 
 def ids(*values: int) -> np.ndarray:
@@ -242,8 +247,36 @@ def test_a_per_sample_key_meets_single_tokens() -> None:
     assert [kinds_of(d)["a"] for d in (one, sample, token)] == ["either", "sample", "token"]
     assert merge_kinds(kinds_of(one), kinds_of(sample)) == {"a": "sample"}
     assert merge_kinds(kinds_of(token), kinds_of(one)) == {"a": "token"}
-    with pytest.raises(DatumError, match="per token in some datums and per sample in others"):
+    with pytest.raises(DatumError, match="per sample in some datums and per token in others"):
         pack_columnar([sample, one, token])
+
+
+def streamed(tokens: int, rows: int, dtype: str = "int16") -> WireDatum:
+    stream = np.arange(rows * 6, dtype=dtype).reshape(rows, 2, 3)
+    return WireDatum(
+        input_ids=np.arange(tokens), loss_fn_inputs={"experts": stream}, policy_version=0
+    )
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_named_streams_keep_their_shape_and_dtype(missing: int) -> None:
+    datums = [streamed(tokens, tokens - missing) for tokens in (3, 1, 4)]
+    for form in PACK:
+        check_round_trip(form, datums)
+    column = msgpack.unpackb(pack_columnar(datums))["columns"]["experts"]
+    assert (column["shape"], column["dtype"]) == ([8 - 3 * missing, 2, 3], "int16")
+
+
+def test_streams_of_one_post_are_alike() -> None:
+    first = streamed(3, 3)
+    alone = WireDatum(input_ids=ids(1), loss_fn_inputs={"experts": np.int16([1])})
+    for other in (streamed(3, 2), streamed(3, 3, "int32"), alone):
+        with pytest.raises(DatumError, match=r"a stream int16 \[T, 2, 3\] in some datums and"):
+            pack_columnar([first, other])
+    with pytest.raises(DatumError, match=r"only a named stream has \[3, ...\] or \[2, ...\]"):
+        streamed(3, 4)
+    with pytest.raises(DatumError, match="got shape"):
+        WireDatum(input_ids=ids(1, 2), loss_fn_inputs={"target_tokens": np.zeros((2, 2), int)})
 
 
 def test_differing_keys_cannot_share_columns() -> None:
