@@ -35,6 +35,8 @@ check: setup
 bench: setup
 	$(BIN)/headrace bench collate --json bench/results/collate.json
 	$(BIN)/headrace bench handoff --json bench/results/handoff.json
+	$(BIN)/headrace bench plan --json bench/results/plan.json
+	$(BIN)/headrace bench ingest --json bench/results/ingest.json
 
 test-docker: setup
 	bash docker/test.sh

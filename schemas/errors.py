@@ -18,7 +18,11 @@
     │   ├── InvalidDatums          422  `errors` says index, field, code, got, want
     │   ├── KeyConflict            409  the same Idempotency-Key with other bytes
     │   ├── InProgress             409  the first try with this key is still running
+    │   ├── GroupUnknown           404  no such group, or another token's
+    │   ├── GroupLarger            409  a group cannot end with fewer members than it has
+    │   ├── AllStale               409  nothing of the post was fresh enough
     │   ├── BacklogFull            429  accepted and not yet delivered: over the budget
+    │   ├── NoCredits              429  no more groups may be started now
     │   └── NotServing             503  starting, disk full, retain full
     │       ├── Draining           503  ending: open posts are finished, new ones are not taken
     │       └── TooManyConnections 503  server.max_connections are open
@@ -28,7 +32,8 @@
     ├── SpoolError
     │   ├── SpoolBusy              another live process holds the folder
     │   ├── SpoolFull              no segment has room and none may be made
-    │   └── SpoolVersion           written by another major version
+    │   ├── SpoolVersion           written by another major version
+    │   └── PlanUnknown            no plan of this step is written down
     ├── RingError
     │   ├── RingBusy               a lock that this process wants is held
     │   ├── RingNoSpace            the tmpfs cannot hold the ring
@@ -57,6 +62,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 __all__ = [
+    "AllStale",
     "BacklogFull",
     "BodyTooLarge",
     "ClientClosed",
@@ -67,6 +73,8 @@ __all__ = [
     "FieldError",
     "Forbidden",
     "ForeignOrigin",
+    "GroupLarger",
+    "GroupUnknown",
     "HeadTooLarge",
     "HeadraceError",
     "InProgress",
@@ -76,10 +84,12 @@ __all__ = [
     "LengthMissing",
     "MalformedBody",
     "MalformedHead",
+    "NoCredits",
     "NotLoopback",
     "NotServing",
     "OutboxFull",
     "PaddedBody",
+    "PlanUnknown",
     "PolicyTimeout",
     "PostFailed",
     "RecordTooLarge",
@@ -215,6 +225,18 @@ class KeyConflict(Refused):
     code, status = "conflict", 409
 
 
+class GroupUnknown(Refused):
+    code, status = "group_unknown", 404
+
+
+class GroupLarger(Refused):
+    code, status = "group_larger", 409
+
+
+class AllStale(Refused):
+    code, status = "stale", 409
+
+
 class InProgress(Refused):
     code, status = "in_progress", 409
 
@@ -235,6 +257,11 @@ class BacklogFull(Refused):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class NoCredits(Refused):
+    code, status = "no_credits", 429
+    retry_after = 1
 
 
 class NotServing(Refused):
@@ -282,6 +309,10 @@ class SpoolFull(SpoolError):
 
 class SpoolVersion(SpoolError):
     code = "spool_version"
+
+
+class PlanUnknown(SpoolError):
+    code = "plan_unknown"
 
 
 class RingError(HeadraceError):

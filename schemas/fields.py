@@ -9,16 +9,23 @@ service pins a run's keys by it. Nothing here computes; numpy is not even import
               labels           int64     [B, T]    -100   targets; left out without target_tokens
               padding_mask     bool      [B, T]    True   the opposite of attention_mask
               extras           float32   [B, T]       0   every other key, sorted; [B] per sample
-    thd       input_ids        int64     [1, S]       -   the sequences one after another
-              labels           int64     [1, S]       -   targets; without them ignore_index
-              position_ids     int64     [1, S]       -   0, 1, ... from each sequence's start
+    thd       input_ids        int64     [1, S]       0   the sequences one after another
+              labels           int64     [1, S]    -100   targets; without them ignore_index
+              position_ids     int64     [1, S]       -   0, 1, ... from each slot's start
               seq_lens         int64     [1, N]       -   real lengths
-              seq_lens_padded  int64     [1, N]       -   slots; the same, nothing lies between
-              extras           float32   [1, S]       -   every other key, sorted; [N] per sample
-              cu_seqlens       int32     [N+1]        -   where each sequence starts, then S
+              seq_lens_padded  int64     [1, N]       -   slots: lengths and what pads them
+              extras           float32   [1, S]       0   every other key, sorted; [N] per sample
+              cu_seqlens       int32     [K+1]        -   where each segment starts, then S
+    neat      input_ids        int64     [1, S]       0   as in thd
+              labels           int64     [1, S]    -100   as in thd
+              position_ids     int64     [1, S]       -   as in thd
+              doc_ids          int64     [1, S]       0   1 to N: the sequence a token belongs to
+              extras           float32   [1, S]       0   every other key, sorted; [N] per sample
+              cu_seqlens       int32     [K+1]        -   where each run of doc_ids starts, then S
 
-Both layouts have arrays that datums may not name: `reserved_names`. Named streams, where a caller
-has them, stand among the extras in sorted order and keep dtype and trailing shape.
+K, the segments of a packed row, is N where nothing is padded; `layout.py` draws the rest. Each
+layout has arrays that datums may not name: `reserved_names`. Named streams, where a caller has
+them, stand among the extras in sorted order and keep dtype and trailing shape.
 """
 
 from __future__ import annotations
@@ -42,11 +49,11 @@ __all__ = [
     "reserved_names",
 ]
 
-Layout = Literal["padded", "thd"]
+Layout = Literal["padded", "thd", "neat"]
 Axis = Literal["token", "sequence", "boundary"]
 Kind = Literal["int", "number"]
 
-LAYOUTS: Final[tuple[Layout, ...]] = ("padded", "thd")
+LAYOUTS: Final[tuple[Layout, ...]] = ("padded", "thd", "neat")
 CROSS_ENTROPY_IGNORE_IDX: Final = -100
 TARGETS: Final = "target_tokens"
 WEIGHTS: Final = "weights"
@@ -54,12 +61,12 @@ WEIGHTS: Final = "weights"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One array of a batch. `axis`: an entry a token, a sequence, or a boundary between two."""
+    """One array of a batch. `axis`: an entry a token, a sequence, or a boundary of a segment."""
 
     name: str
     dtype: str  # as np.dtype(...).str
     axis: Axis
-    pad: int = 0  # what stands where a row has no token; padded layout only
+    pad: int = 0  # what stands where a row has no token
     needs_targets: bool = False  # left out when the datums have no target_tokens
 
 
@@ -90,10 +97,16 @@ FIELDS: Final[Mapping[Layout, tuple[Field, ...]]] = {
     ),
     "thd": (
         Field(name="input_ids", dtype="<i8", axis="token"),
-        Field(name="labels", dtype="<i8", axis="token"),
+        Field(name="labels", dtype="<i8", axis="token", pad=CROSS_ENTROPY_IGNORE_IDX),
         Field(name="position_ids", dtype="<i8", axis="token"),
         Field(name="seq_lens", dtype="<i8", axis="sequence"),
         Field(name="seq_lens_padded", dtype="<i8", axis="sequence"),
+    ),
+    "neat": (
+        Field(name="input_ids", dtype="<i8", axis="token"),
+        Field(name="labels", dtype="<i8", axis="token", pad=CROSS_ENTROPY_IGNORE_IDX),
+        Field(name="position_ids", dtype="<i8", axis="token"),
+        Field(name="doc_ids", dtype="<i8", axis="token"),
     ),
 }
 
@@ -138,10 +151,11 @@ INPUTS: Final[tuple[InputKey, ...]] = (
 _CONSTANTS: Final[Mapping[Layout, frozenset[str]]] = {
     "padded": frozenset(),
     "thd": frozenset({"qkv_format", "max_seqlen"}),
+    "neat": frozenset({"max_seqlen"}),
 }
 
 
 def reserved_names(layout: Layout) -> frozenset[str]:
     """Names that a datum's own keys may not take in this layout: the batch has them already."""
     names = {field.name for field in FIELDS[layout]} | _CONSTANTS[layout]
-    return frozenset(names | ({BOUNDARIES.name} if layout == "thd" else set()))
+    return frozenset(names if layout == "padded" else names | {BOUNDARIES.name})

@@ -29,6 +29,7 @@ from headrace.service.settings import Settings
 __all__ = ["Admission", "Budgets"]
 
 SOFT = 0.9
+EVAL = 0.1  # of the budget, for data that is kept and never trained
 LOOK_BACK_S = 30.0
 UNKNOWN_S = 5  # to wait where nothing has drained lately
 LONGEST_S = 30
@@ -100,6 +101,16 @@ class Admission:
         if self._share_bytes < self._budget:
             name = "auth.per_token_share of spool.backlog_bytes"
             self._within(self._held_by(token), nbytes, self._share_bytes, name)
+
+    def of_eval(self, held: int, nbytes: int) -> None:
+        """Raises BacklogFull where data of the split "eval" would exceed its part."""
+        limit = int(EVAL * self._budget)
+        if held + nbytes > limit:
+            raise BacklogFull(
+                f"{held} bytes of the split 'eval' are held and {EVAL:.0%} of spool.backlog_bytes "
+                f"are {limit}: post fewer, or raise the setting",
+                LONGEST_S,
+            )
 
     def drained(self, nbytes: int) -> None:
         """A step took `nbytes` out of the backlog."""

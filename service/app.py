@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +17,10 @@ from headrace.service.routes import control
 from headrace.service.routes.datums import post_datums
 from headrace.service.routes.problems import on_http_error, on_invalid_query
 from headrace.service.settings import Settings
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    422: {"description": "errors of the request", "content": {"application/problem+json": {}}}
+}
 
 __all__ = ["create_app"]
 
@@ -39,7 +44,9 @@ def create_app(settings: Settings, *, discard: bool = False) -> FastAPI:
             await pipeline.close()
             app.state.refusals.close()
 
-    app = FastAPI(title="headrace", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="headrace", lifespan=lifespan, docs_url=None, redoc_url=None, responses=PROBLEMS
+    )
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_invalid_query)
     app.add_route("/v1/datums", post_datums, methods=["POST"])

@@ -1,18 +1,13 @@
-"""Groups: which datums belong together, what state they are in, and the books.
+"""What was accepted and is not in a checkpoint: groups in their states, and the books.
 
-    COLLECTING ──► COMPLETE ──► PLANNED ──► DELIVERED ──► COMMITTED
-     members        all there    in a step   published      in a checkpoint
-     missing                     written     to every rank
-                                 down
-
-A group has a name (`group_id`) and a size, or is complete when the post that opened it ends. A
-datum without `group_id` is a group of one. The names of finished groups are remembered for
-`memory_s` after their commit, so that a member too many is refused and not taken for a new group.
-COMPLETE groups stand in the order in which they became complete.
+Groups (groups.py) collect members, become complete in some order, and stand in that order until the
+pump takes them. The names of finished groups are remembered for `memory_s`, so that a member that
+comes after all is counted `late` and not taken for a new group; one member too many is refused.
 
 Holds numpy rows of small fields, never payload. The event loop reserves and adds, the pump takes,
-delivers and commits; one lock covers both. `books()` is what is true of every datum: accepted =
-buffered + planned + delivered + committed + dropped.
+delivers, drops and commits; one lock covers both. `books()` is what is true of every datum:
+accepted = buffered + planned + delivered + committed + dropped. Data of the split "eval" is kept
+and counted as buffered, and never planned.
 """
 
 from __future__ import annotations
@@ -21,75 +16,28 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import BacklogFull
+from headrace.schemas.errors import BacklogFull, GroupLarger, GroupUnknown
 from headrace.service.findings import Findings
+from headrace.service.groups import (
+    Group,
+    GroupState,
+    Reservation,
+    Tally,
+    parts_of,
+    rows_of,
+)
+from headrace.service.plan.choose import Candidate
 from headrace.service.records import Draft, Headers, datum_numbers
 
-__all__ = ["Buffer", "Group", "GroupState", "Reservation"]
+__all__ = ["Buffer"]
 
-
-class GroupState(Enum):
-    COLLECTING = "collecting"
-    COMPLETE = "complete"
-    PLANNED = "planned"
-    DELIVERED = "delivered"
-    COMMITTED = "committed"
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """One group. `parts` are (datum numbers, DATUM_META rows), one a post, until the group is
-    planned.
-    """
-
-    number: int
-    name: str | None
-    size: int
-    token: str  # the name of the token that opened it
-    promised: int = 0  # members of posts that are being recorded
-    present: int = 0  # members recorded
-    loss_tokens: int = 0
-    nbytes: int = 0
-    state: GroupState = GroupState.COLLECTING
-    parts: list[tuple[NDArray[np.uint64], NDArray[Any]]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Tally:
-    """Datums, tokens and bytes in one place of the books."""
-
-    datums: int = 0
-    tokens: int = 0
-    bytes: int = 0
-
-    def add(self, meta: NDArray[Any], sign: int = 1) -> None:
-        self.datums += sign * len(meta)
-        self.tokens += sign * int(meta["length"].sum(dtype=np.int64))
-        self.bytes += sign * int(meta["bytes"].sum(dtype=np.int64))
-
-    def move(self, other: Tally, whole: Tally) -> None:
-        """`whole` leaves this place for `other`."""
-        for name in ("datums", "tokens", "bytes"):
-            amount = getattr(whole, name)
-            setattr(self, name, getattr(self, name) - amount)
-            setattr(other, name, getattr(other, name) + amount)
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Places in groups that a post may fill. Ends in `Buffer.add` or `Buffer.cancel`."""
-
-    groups: NDArray[np.uint64]  # [N] the group's number, by datum
-    opened: Sequence[Group] = ()
-    members: Sequence[tuple[Group, int]] = ()
-    short: Sequence[tuple[Group, int]] = ()  # by how many members a group ends smaller
+DROP_EMPTY_SIGNAL = "zero_advantage"
 
 
 @dataclass(slots=True)
@@ -107,28 +55,29 @@ class Buffer:
         memory_s: float,
         max_open: int = 100_000,
         shared: bool = False,
+        drop_zero_advantage: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
         self._max_open, self._shared = max_open, shared
-        self._dropped: Counter[str] = Counter()
-        self._held_by: Counter[str] = Counter()  # backlog bytes by token
-        self._memory_s = memory_s
-        self._clock = clock
+        self._drop_zero_advantage = drop_zero_advantage
+        self._memory_s, self._clock = memory_s, clock
         self._groups: dict[int, Group] = {}
         self._by_name: dict[str, Group] = {}
+        self._open: deque[Group] = deque()  # named groups in the order in which they were opened
         self._complete: deque[Group] = deque()
+        self._gone: list[tuple[Group, str]] = []  # dropped, and the spool does not know yet
         self._steps: dict[int, StepGroups] = {}
         self._forgettable: deque[tuple[float, Group]] = deque()
         self._next_number = 1
-        self._collecting = self._complete_datums = 0
+        self._collecting = self._complete_datums = self._largest = 0
         self._accepted = 0
-        self._buffered, self._planned, self._delivered, self._committed = (
-            Tally(),
-            Tally(),
-            Tally(),
-            Tally(),
-        )
+        self._dropped: Counter[str] = Counter()
+        self._held_by: Counter[str] = Counter()  # backlog bytes by token
+        self._buffered, self._planned = Tally(), Tally()
+        self._delivered, self._committed, self._eval = Tally(), Tally(), Tally()
+
+    # posts
 
     def reserve(
         self,
@@ -138,55 +87,93 @@ class Buffer:
         token: str = "",
         left_out: Sequence[tuple[str, int]] = (),
     ) -> Reservation:
-        """Places for a post's datums. Where `findings` are added, nothing was reserved.
+        """Places for a post's datums. Where `findings` are added or some are late, none.
 
-        `left_out`: (group_id, group_size or 0) of datums that the post had and that were skipped:
-        their groups end smaller.
+        `left_out`: (group_id, group_size or 0) of datums that the post had and that were not kept:
+        their groups end smaller. Raises BacklogFull where too many groups are open.
         """
         names = draft.group_ids or [None] * len(draft)
-        sizes = draft.group_sizes.tolist()
         before = len(findings.errors)
         short = Counter(name for name, _ in left_out)
+        counts = Counter(name for name in names if name is not None)
         with self._lock:
-            wanted: dict[str, int] = {}
-            counts = Counter(name for name in names if name is not None)
-            for at, (name, size) in enumerate(zip(names, sizes, strict=True)):
-                index = int(draft.origin[at])
-                if name is None:
-                    if size > 1:
-                        got = f"group_size {size}"
-                        findings.add(index, "group_id", "group_id_missing", got, "a group_id")
-                    continue
-                known = self._by_name.get(name)
-                if known is not None and known.token != token and not self._shared:
-                    findings.add(
-                        index, "group_id", "group_foreign", repr(name), "a group of this token"
-                    )
-                fresh = size or counts[name] + short[name]
-                want = wanted.setdefault(name, known.size if known else fresh)
-                if size and size != want:
-                    text = f"{want}, as the group has it"
-                    findings.add(index, "group_size", "group_size_differs", size, text)
-            for name, count in counts.items():
-                known = self._by_name.get(name)
-                there = known.present + known.promised if known else 0
-                room = max(wanted[name] - there - short[name], 0)
-                if count <= room:
-                    continue
-                got = f"{name!r} with {there} members and {count + short[name]} more"
-                place = [at for at, of in enumerate(names) if of == name]
-                for at in place[room:]:
-                    index, text = int(draft.origin[at]), f"{wanted[name]} members"
-                    findings.add(index, "group_id", "group_full", got, text)
+            late = [
+                at
+                for at, name in enumerate(names)
+                if name is not None
+                and (group := self._by_name.get(name)) is not None
+                and group.takes_no_more
+            ]
+            if late:
+                return Reservation(np.zeros(0, np.uint64), late=late)
+            sizes = self._check_members(draft, names, counts, short, token, findings)
+            self._check_room(draft, names, counts, short, sizes, findings)
             if len(findings.errors) > before:
                 return Reservation(np.zeros(0, np.uint64))
-            opens = sum(name not in self._by_name for name in wanted)
+            opens = sum(name not in self._by_name for name in counts)
             if self._collecting + opens > self._max_open:
                 raise BacklogFull(
                     f"{self._collecting} groups collect members, groups.max_open is "
-                    f"{self._max_open}: complete or end some"
+                    f"{self._max_open}: complete or close some"
                 )
-            return self._reserve(names, wanted, counts, token, left_out)
+            return self._reserve(names, sizes, counts, token, left_out)
+
+    def _check_members(
+        self,
+        draft: Draft,
+        names: Sequence[str | None],
+        counts: Counter[str],
+        short: Counter[str],
+        token: str,
+        findings: Findings,
+    ) -> dict[str, int]:
+        """The size that each group was or is now promised, by name."""
+        declared: dict[str, int] = {}
+        evals: dict[str, bool] = {}
+        splits = draft.splits or [None] * len(draft)
+        origin = draft.origin.tolist()
+        for at, (name, size) in enumerate(zip(names, draft.group_sizes.tolist(), strict=True)):
+            if name is None:
+                if size > 1:
+                    got = f"group_size {size}"
+                    findings.add(origin[at], "group_id", "group_id_missing", got, "a group_id")
+                continue
+            known = self._by_name.get(name)
+            if known is not None and known.token != token and not self._shared:
+                want = "a group of this token"
+                findings.add(origin[at], "group_id", "group_foreign", repr(name), want)
+            is_eval = splits[at] == "eval"
+            of_group = known.is_eval if known is not None and known.parts else is_eval
+            if evals.setdefault(name, of_group) != is_eval:
+                want = "one split for all members of a group"
+                findings.add(origin[at], "split", "split_differs", repr(splits[at]), want)
+            fresh = size or counts[name] + short[name]
+            want_size = declared.setdefault(name, known.declared if known else fresh)
+            if size and size != want_size:
+                text = f"{want_size}, as the group has it"
+                findings.add(origin[at], "group_size", "group_size_differs", size, text)
+        return declared
+
+    def _check_room(
+        self,
+        draft: Draft,
+        names: Sequence[str | None],
+        counts: Counter[str],
+        short: Counter[str],
+        sizes: dict[str, int],
+        findings: Findings,
+    ) -> None:
+        for name, count in counts.items():
+            known = self._by_name.get(name)
+            there = known.present + known.promised if known else 0
+            size = known.size if known else sizes[name]
+            room = max(size - there - short[name], 0)
+            if count <= room:
+                continue
+            got = f"{name!r} with {there} members and {count + short[name]} more"
+            for at in [at for at, of in enumerate(names) if of == name][room:]:
+                index = int(draft.origin[at])
+                findings.add(index, "group_id", "group_full", got, f"{size} members")
 
     def _reserve(
         self,
@@ -201,37 +188,40 @@ class Buffer:
         for name, count in counts.items():
             group = self._by_name.get(name)
             if group is None:
-                group = self._open(name, sizes[name], token)
+                group = self._new(name, sizes[name], token)
                 opened.append(group)
             group.promised += count
             members.append((group, count))
-        short: dict[int, tuple[Group, int]] = {}
+        short: Counter[int] = Counter()
         for name, size in left_out:
             group = self._by_name.get(name)
             if group is None and size > 1:
-                group = self._open(name, size, token)
+                group = self._new(name, size, token)
                 opened.append(group)
             if group is not None and group.state is GroupState.COLLECTING:
-                short[group.number] = (group, short.get(group.number, (group, 0))[1] + 1)
+                short[group.number] += 1
         numbers = np.empty(len(names), np.uint64)
         for index, of in enumerate(names):
             if of is None:
-                alone = self._open(None, 1, token)
+                alone = self._new(None, 1, token)
                 alone.promised = 1
                 opened.append(alone)
                 members.append((alone, 1))
                 numbers[index] = alone.number
             else:
                 numbers[index] = self._by_name[of].number
-        return Reservation(numbers, opened, members, list(short.values()))
+        shorter = [(self._groups[number], count) for number, count in short.items()]
+        return Reservation(numbers, opened, members, shorter)
 
-    def _open(self, name: str | None, size: int, token: str) -> Group:
-        group = Group(self._next_number, name, size, token)
+    def _new(self, name: str | None, size: int, token: str) -> Group:
+        group = Group(self._next_number, name, size, size, token, self._clock())
         self._next_number += 1
         self._groups[group.number] = group
         self._collecting += 1
+        self._largest = max(self._largest, size)
         if name is not None:
             self._by_name[name] = group
+            self._open.append(group)
         return group
 
     def cancel(self, reservation: Reservation) -> None:
@@ -239,10 +229,8 @@ class Buffer:
         with self._lock:
             for group, count in reservation.members:
                 group.promised -= count
-            touched = {
-                g.number: g for g in (*reservation.opened, *(g for g, _ in reservation.members))
-            }
-            for group in touched.values():
+            groups = (*reservation.opened, *(group for group, _ in reservation.members))
+            for group in {group.number: group for group in groups}.values():
                 if not group.promised and not group.present:
                     self._collecting -= 1
                     self._forget(group)
@@ -250,40 +238,48 @@ class Buffer:
     def add(self, reservation: Reservation, headers: Headers) -> int:
         """The post is recorded. Returns how many groups became complete."""
         meta = headers.meta
-        numbers = datum_numbers(headers.post, len(meta))
-        order = np.argsort(meta["group"], kind="stable")
-        cuts = np.flatnonzero(np.diff(meta["group"][order])) + 1
+        parts = parts_of(datum_numbers(headers.post, len(meta)), meta)
         became = 0
         with self._lock:
             self._accepted += len(meta)
-            self._buffered.add(meta)
-            parts = {int(meta["group"][r[0]]): r for r in np.split(order, cuts) if len(r)}
+            self._buffered.add(Tally.of(meta))
             for group, count in reservation.members:
-                rows = parts[group.number]
+                part = parts[group.number]
                 group.promised -= count
-                group.present += count
-                group.parts.append((numbers[rows], meta[rows]))
-                group.loss_tokens += int(meta["loss_tokens"][rows].sum(dtype=np.int64))
-                group.nbytes += int(meta["bytes"][rows].sum(dtype=np.int64))
-                self._held_by[group.token] += int(meta["bytes"][rows].sum(dtype=np.int64))
+                group.take(part)
+                if group.is_eval:
+                    self._eval.add(Tally.of(part.meta))
+                else:
+                    self._held_by[group.token] += part.nbytes
             for group, count in reservation.short:
                 group.size -= count
-            touched = {g.number: g for g, _ in (*reservation.members, *reservation.short)}
-            for group in touched.values():
+                group.ended_early = True
+            touched = (*reservation.members, *reservation.short)
+            for group in {g.number: g for g, _ in touched}.values():
                 became += self._settle(group)
         return became
 
     def _settle(self, group: Group) -> int:
-        if group.size <= 0 and not group.promised:
+        """Take the group to the state that its members say; 1 where it became plannable."""
+        if group.state is not GroupState.COLLECTING or group.promised:
+            return 0
+        if not group.present and group.size <= 0:
             self._collecting -= 1
             self._forget(group)
-        elif group.present and group.present == group.size:
-            group.state = GroupState.COMPLETE
-            self._collecting -= 1
-            self._complete.append(group)
-            self._complete_datums += group.size
-            return 1
-        return 0
+            return 0
+        if not group.present or group.present < group.size:
+            return 0
+        self._collecting -= 1
+        group.completed_at = self._clock()
+        group.state = GroupState.COMPLETE
+        if group.is_eval:
+            return 0
+        self._complete.append(group)
+        self._complete_datums += group.present
+        if self._drop_zero_advantage and not group.has_signal:
+            self._drop(group, DROP_EMPTY_SIGNAL)
+            return 0
+        return 1
 
     def drop(self, reason: str, datums: int) -> None:
         """Datums that were taken and not kept."""
@@ -300,41 +296,114 @@ class Buffer:
                     return True
         return False
 
-    def backlog_of(self, token: str) -> int:
-        """Bytes accepted and not yet delivered, of groups that `token` opened."""
-        return self._held_by[token]
+    # groups that end otherwise than by their last member
 
-    def complete(self) -> Iterator[tuple[int, int]]:
-        """(datums, loss tokens) of the complete groups, oldest first. For the pump, which alone
-        takes them.
+    def close(self, name: str, size: int, token: str) -> GroupState:
+        """The group ends with `size` members: a rollout failed.
+
+        Raises GroupUnknown (another token's groups are unknown too) or GroupLarger.
         """
+        with self._lock:
+            group = self._by_name.get(name)
+            if group is None or (group.token != token and not self._shared):
+                raise GroupUnknown(f"group_id: got {name!r}, want a group that this token opened")
+            there = group.present + group.promised
+            if group.state is GroupState.COLLECTING and size < there:
+                raise GroupLarger(f"size: got {size}, want at least the {there} members it has")
+            if group.state is GroupState.COLLECTING and size < group.size:
+                group.size, group.ended_early = size, True
+                self._settle(group)
+            return group.state
+
+    def expire(self, timeout_s: float, policy: str) -> int:
+        """End the groups that have collected for `timeout_s`; how many. `policy`: drop or ship."""
+        now, ended = self._clock(), 0
+        with self._lock:
+            waiting: list[Group] = []
+            while self._open:
+                group = self._open[0]
+                if group.state is not GroupState.COLLECTING:
+                    self._open.popleft()
+                    continue
+                if now - group.opened_at < timeout_s:
+                    break
+                self._open.popleft()
+                if group.promised or group.is_eval:
+                    waiting.append(group)  # a member is being recorded: looked at again
+                    continue
+                ended += 1
+                group.ended_early = True
+                if policy == "ship" and group.present:
+                    group.size = group.present
+                    self._settle(group)
+                else:
+                    self._drop(group, "timeout")
+            self._open.extendleft(reversed(waiting))
+        return ended
+
+    def drop_stale(self, oldest_version: int) -> int:
+        """Drop complete groups with a datum older than `oldest_version`; how many."""
+        with self._lock:
+            stale = [g for g in self._complete if g.oldest_version < oldest_version]
+            for group in stale:
+                self._drop(group, "stale")
+            return len(stale)
+
+    def _drop(self, group: Group, reason: str) -> None:
+        if group.state is GroupState.COLLECTING:
+            self._collecting -= 1
+        elif group.state is GroupState.COMPLETE:
+            self._complete.remove(group)
+            self._complete_datums -= group.present
+        group.state = GroupState.DROPPED
+        self._forgettable.append((self._clock(), group))
+        if group.parts:
+            self._buffered.add(Tally.of(group.meta), -1)
+            self._dropped[reason] += group.present
+            self._unhold(group)
+            self._gone.append((group, reason))
+
+    def take_dropped(self) -> list[tuple[NDArray[np.uint64], str]]:
+        """(datum numbers, reason) of groups dropped since the last call, for the spool."""
+        with self._lock:
+            gone = [(group.numbers, reason) for group, reason in self._gone]
+            for group, _ in self._gone:
+                group.parts.clear()
+            self._gone.clear()
+            return gone
+
+    # steps
+
+    def complete(self) -> Iterator[Candidate]:
+        """The complete groups, oldest first. For the pump, which alone takes them."""
         for at in range(len(self._complete)):
             group = self._complete[at]
-            yield group.size, group.loss_tokens
+            yield Candidate(group.present, group.loss_tokens, group.source)
+
+    @property
+    def oldest_complete_at(self) -> float | None:
+        """When the oldest complete group became complete, by the buffer's clock."""
+        return self._complete[0].completed_at if self._complete else None
 
     def plan(self, chosen: Sequence[int]) -> tuple[NDArray[np.uint64], NDArray[Any]]:
-        """(numbers [N], DATUM_META rows [N]) of the chosen complete groups (places in `complete()`,
-        ascending).
-        """
+        """(numbers [N], DATUM_META rows [N]) of the chosen places in `complete()`, ascending."""
         parts = [part for at in chosen for part in self._complete[at].parts]
-        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+        numbers = np.concatenate([numbers for numbers, _ in parts])
+        return numbers, rows_of([meta for _, meta in parts])
 
     def planned(self, step: int, chosen: Sequence[int], meta: NDArray[Any]) -> None:
         """The chosen groups are in the written plan of `step`."""
         with self._lock:
             taken = set(chosen)
             groups = [self._complete[at] for at in chosen]
-            most = max(chosen) + 1
-            front = [self._complete.popleft() for _ in range(most)]
-            self._complete.extendleft(
-                reversed([group for at, group in enumerate(front) if at not in taken])
-            )
-            whole = Tally()
-            whole.add(meta)
+            front = [self._complete.popleft() for _ in range(max(chosen) + 1)]
+            left = [group for at, group in enumerate(front) if at not in taken]
+            self._complete.extendleft(reversed(left))
+            whole = Tally.of(meta)
             for group in groups:
                 group.state = GroupState.PLANNED
                 group.parts.clear()
-                self._complete_datums -= group.size
+                self._complete_datums -= group.present
             self._steps[step] = StepGroups(groups, whole)
             self._buffered.move(self._planned, whole)
 
@@ -344,9 +413,7 @@ class Buffer:
             held = self._steps[step]
             for group in held.groups:
                 group.state = GroupState.DELIVERED
-                self._held_by[group.token] -= group.nbytes
-                if not self._held_by[group.token]:
-                    del self._held_by[group.token]
+                self._unhold(group)
             self._planned.move(self._delivered, held.whole)
             return held.whole.bytes
 
@@ -376,6 +443,13 @@ class Buffer:
         if group.name is not None:
             del self._by_name[group.name]
 
+    def _unhold(self, group: Group) -> None:
+        self._held_by[group.token] -= group.nbytes
+        if not self._held_by[group.token]:
+            del self._held_by[group.token]
+
+    # what others ask
+
     def books(self) -> dict[str, Any]:
         """Datums by where they are; `accepted` is the sum of the others."""
         with self._lock:
@@ -389,10 +463,21 @@ class Buffer:
             }
 
     def backlog(self) -> Tally:
-        """Accepted and not yet delivered."""
+        """Accepted and not yet delivered, without the split "eval"."""
         with self._lock:
-            b, p = self._buffered, self._planned
-            return Tally(b.datums + p.datums, b.tokens + p.tokens, b.bytes + p.bytes)
+            tally = Tally()
+            tally.add(self._buffered)
+            tally.add(self._planned)
+            tally.add(self._eval, -1)
+            return tally
+
+    def backlog_of(self, token: str) -> int:
+        """Bytes accepted and not yet delivered, of groups that `token` opened."""
+        return self._held_by[token]
+
+    @property
+    def eval_bytes(self) -> int:
+        return self._eval.bytes
 
     @property
     def retained_bytes(self) -> int:
@@ -407,3 +492,15 @@ class Buffer:
                 "complete": len(self._complete),
                 "complete_datums": self._complete_datums,
             }
+
+    def unfinished_groups(self, finished_step: int) -> int:
+        """Groups that were opened and are not in a step up to `finished_step`."""
+        with self._lock:
+            steps = (held for step, held in self._steps.items() if step > finished_step)
+            in_steps = sum(len(held.groups) for held in steps)
+            return self._collecting + len(self._complete) + in_steps
+
+    @property
+    def largest_group(self) -> int:
+        """Members of the largest group so far."""
+        return self._largest

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from headrace.schemas.errors import HeadraceError, SettingsError
+from headrace.service.inspect.cli import app as inspect_app
 
 __all__ = ["app"]
 
@@ -25,6 +26,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(inspect_app, name="inspect")
 
 PASS_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -92,7 +95,8 @@ def demo(
 @app.command()
 def bench(
     name: Annotated[
-        Literal["collate", "handoff", "hostile", "ingest"], typer.Argument(help="which benchmark")
+        Literal["collate", "handoff", "hostile", "ingest", "plan"],
+        typer.Argument(help="which benchmark"),
     ],
     json_file: Annotated[Path | None, typer.Option("--json", help="write results here")] = None,
 ) -> None:

@@ -15,23 +15,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from headrace.schemas.errors import InProgress, KeyConflict, NotServing, SpoolError
+from headrace.schemas.errors import AllStale, InProgress, KeyConflict, NotServing, SpoolError
 from headrace.service.admission import Admission
 from headrace.service.bodies import Bodies, Body
 from headrace.service.body import MsgpackPost, check_padding, decode_body
-from headrace.service.buffer import Buffer, Reservation
+from headrace.service.buffer import Buffer
 from headrace.service.datum_ids import DatumIds
 from headrace.service.findings import Findings
 from headrace.service.forms import Forms, group_ids_of, stream_specs
+from headrace.service.groups import Reservation
 from headrace.service.inflate import inflate, inflated_bound
 from headrace.service.ingest import Ingest
 from headrace.service.records import Accepted, Draft, Headers, Post, RunSchema, Staged
@@ -69,10 +70,13 @@ class Door:
         buffer: Buffer,
         bodies: Bodies,
         admission: Admission,
+        freshest: Callable[[], int | None],
         poke: Callable[[], None],
+        opened: Callable[[int, str], None],
     ) -> None:
         self._settings, self._spool, self._buffer = settings, spool, buffer
         self._bodies, self._admission, self._poke = bodies, admission, poke
+        self._freshest, self._opened = freshest, opened
         streams = settings.run_schema.streams
         self._streams = stream_specs(streams)
         self._forms = Forms(settings.limits, streams)
@@ -84,6 +88,10 @@ class Door:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="headrace-ingest")
         self._loop = asyncio.get_running_loop()
         self.schema: RunSchema | None = None
+
+    def numbered(self, shares: Mapping[str, float]) -> dict[int, float]:
+        """Shares by the number that meta knows a source by."""
+        return {self._ingest.source_number(name): share for name, share in shares.items()}
 
     async def take(self, body: Body, head: Head) -> tuple[Accepted, bool]:
         """(what was recorded, whether it was before). Raises Refused. Releases `body`."""
@@ -152,10 +160,12 @@ class Door:
         read = await self._off_loop(
             len(content), self._understand, content, head.json, pinned, findings
         )
-        draft, schema = read.draft, read.schema
+        dropped: Counter[str] = Counter()
+        draft, schema = self._fresh(read, dropped), read.schema
+        if draft.splits is not None and "eval" in draft.splits:
+            self._admission.of_eval(self._buffer.eval_bytes, draft.payload_bytes)
         opens = self._buffer.opens_group(draft)
         self._admission.of_post(draft.payload_bytes, token=head.token, opens_group=opens)
-        dropped: Counter[str] = Counter()
         while True:
             try:
                 draft, staged, meta = await self._off_loop(
@@ -179,9 +189,11 @@ class Door:
                 claim.give_back()
                 raise
             self._ids.confirm(accepted.post, claim.ids)
-            if dropped["duplicate_id"]:
-                self._buffer.drop("duplicate_id", dropped["duplicate_id"])
+            for reason in ("duplicate_id", "late", "stale"):
+                if dropped[reason]:
+                    self._buffer.drop(reason, dropped[reason])
             became = self._buffer.add(claim.groups, Headers(post=accepted.post, meta=meta))
+            self._opened(len(claim.groups.opened), head.token)
             if accepted.accepted and schema != self.schema:
                 self.schema = schema
                 became += 1
@@ -199,9 +211,26 @@ class Door:
             check_padding(body, len(content), payload)
         schema = self._ingest.schema_of(draft, pinned, findings)
         findings.settle()
-        return Read(
-            draft=draft, schema=schema, groups=group_ids_of(body) if findings.datums else ()
-        )
+        return Read(draft=draft, schema=schema, groups=group_ids_of(body))
+
+    def _fresh(self, read: Read, dropped: Counter[str]) -> Draft:
+        """The datums that are not stale already. Raises AllStale where that is refused."""
+        oldest = self._freshest()
+        if oldest is None:
+            return read.draft
+        keep = read.draft.policy_versions >= oldest
+        if keep.all():
+            return read.draft
+        if not keep.any() and self._settings.eligibility.on_stale == "refuse":
+            newest = int(read.draft.policy_versions.max())
+            raise AllStale(
+                f"policy_version: got {newest} at most, want at least {oldest} "
+                f"(eligibility.max_policy_lag = {self._settings.eligibility.max_policy_lag}): "
+                f"take the newest weights"
+            )
+        dropped["stale"] += int((~keep).sum())
+        read.gone.update(read.draft.origin[~keep].tolist())
+        return read.draft.take(keep)
 
     def _claim(
         self,
@@ -220,7 +249,8 @@ class Door:
             keep[known] = False
             return draft.take(keep)
         faulty = len(findings.datums)
-        left_out = [read.groups[at] for at in sorted(findings.datums)] if read.groups else []
+        gone = read.gone | findings.datums if read.groups else set()
+        left_out = [read.groups[at] for at in sorted(gone)]
         claim.groups = self._buffer.reserve(
             draft,
             findings,
@@ -228,6 +258,11 @@ class Door:
             left_out=[(name, size) for name, size in left_out if name is not None],
         )
         findings.settle()
+        if claim.groups.late:
+            dropped["late"] += len(claim.groups.late)
+            keep = np.ones(len(draft), bool)
+            keep[list(claim.groups.late)] = False
+            return draft.take(keep)
         if len(findings.datums) == faulty:
             return None
         return draft.take(~np.isin(draft.origin, list(findings.datums)))
@@ -281,6 +316,7 @@ class Read:
     draft: Draft
     schema: RunSchema
     groups: Sequence[tuple[str | None, int]]  # (group_id, group_size) of every datum of the body
+    gone: set[int] = field(default_factory=set)  # places in the body of datums that are stale
 
 
 class Claim:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -39,6 +39,7 @@ class PreparedRecord:
     index: int
     rank: int
     members: NDArray[np.int64]
+    slots: NDArray[np.int64] | None  # [N] where they are not the lengths
     filler: bool
     record: RecordLayout
 
@@ -71,27 +72,36 @@ class Feeder:
         """
         counts = StepCounts.of(plan)
         ids = self._spool.ids(plan.numbers)
-        extras = sorted(schema.axes.keys() - {"target_tokens", *schema.streams})
+        extras = set(schema.axes.keys() - {"target_tokens", *schema.streams})
+        per_sample = schema.per_sample
+        if len(plan.advantages):
+            extras.add("advantages")
+            per_sample |= {"advantages"}
         kind = cast(Layout, plan.layout)
         prepared = PreparedStep(plan=plan, schema=schema, records=[])
         for index in range(plan.count):
             for rank in range(plan.dp_size):
                 members, info = microbatch_info(plan, counts, index, rank, ids)
                 lengths = plan.lengths[members]
+                slots, row = plan.placing.of(lengths, plan.layout)
                 specs = layout.array_specs(
                     lengths,
-                    extras,
+                    sorted(extras),
                     layout=kind,
                     targets="target_tokens" in schema.axes,
-                    per_sample=schema.per_sample,
+                    per_sample=per_sample,
                     streams=schema.streams,
+                    slots=slots,
+                    row=row,
                 )
-                record = RecordLayout(specs, layout.constants(lengths, kind), info)
+                plain = layout.constants(lengths, kind, slots=slots, row=row)
+                record = RecordLayout(specs, plain, info)
                 prepared.records.append(
                     PreparedRecord(
                         index=index,
                         rank=rank,
                         members=members,
+                        slots=slots,
                         filler=info.is_filler,
                         record=record,
                     )
@@ -174,7 +184,14 @@ class Feeder:
         arrays = record.write(memory)
         numbers = plan.numbers[entry.members]
         sequences = self._spool.read(numbers, step.schema)
-        layout.fill(arrays, sequences, layout=cast(Layout, plan.layout))
+        if len(plan.advantages):
+            computed = [plan.advantages[at : at + 1] for at in entry.members.tolist()]
+            sequences = replace(
+                sequences,
+                extras={**sequences.extras, "advantages": computed},
+                per_sample=sequences.per_sample | {"advantages"},
+            )
+        layout.fill(arrays, sequences, layout=cast(Layout, plan.layout), slots=entry.slots)
         if entry.filler:
             _silence(arrays)
         ring.publish(

@@ -32,6 +32,10 @@ from headrace.service.findings import Findings
 from headrace.service.forms import IDS
 from headrace.service.records import (
     DATUM_META,
+    SIGNAL_BY_REWARD,
+    SIGNAL_NONE,
+    SIGNAL_SOME,
+    SPLIT_EVAL,
     SPLIT_TRAIN,
     Axis,
     Draft,
@@ -68,6 +72,9 @@ class Ingest:
             return pinned or RunSchema(axes={}, streams=self._streams)
         if self._settings.run_schema.require_targets and TARGETS not in axes:
             findings.add(None, TARGETS, "targets_missing", "no target_tokens", "int [T]")
+        if self._settings.planner.advantage is not None and "advantages" in axes:
+            want = "none: planner.advantage computes them from rewards"
+            findings.add(None, "advantages", "advantages_computed", "present", want)
         keys = self._settings.run_schema.keys
         if pinned is None:
             if keys is not None and sorted(axes) != sorted(keys):
@@ -107,13 +114,17 @@ class Ingest:
             draft = good
         return draft, None, np.zeros(0, DATUM_META)
 
+    def source_number(self, name: str) -> int:
+        """The number by which meta knows a source."""
+        return self._sources.setdefault(name, len(self._sources) + 1)
+
     def name_sources(self, draft: Draft, meta: NDArray[Any]) -> list[tuple[str, int, str]]:
         """Number the post's sources in `meta`; ("source", number, name) of each."""
         if draft.sources is None:
             return []
         for index, name in enumerate(draft.sources):
             if name is not None:
-                meta["source"][index] = self._sources.setdefault(name, len(self._sources) + 1)
+                meta["source"][index] = self.source_number(name)
         return [
             ("source", self._sources[n], n) for n in {n for n in draft.sources if n is not None}
         ]
@@ -128,8 +139,12 @@ class Ingest:
             want = "an integer >= 0, of the post or the datum"
             findings.add(origin[at], "policy_version", "policy_version_missing", "none", want)
         for at, split in enumerate(draft.splits or ()):
-            if split not in (None, "train"):
-                findings.add(origin[at], "split", "split", repr(split), "'train' or null")
+            if split not in (None, "train", "eval"):
+                findings.add(origin[at], "split", "split", repr(split), "'train', 'eval' or null")
+        if self._settings.planner.advantage is not None:
+            for at in np.flatnonzero(np.isnan(draft.rewards)).tolist():
+                want = "a number: planner.advantage is computed from it"
+                findings.add(origin[at], "reward", "reward_missing", "none", want)
 
     def _columns(
         self, draft: Draft, schema: RunSchema, findings: Findings
@@ -166,6 +181,16 @@ class Ingest:
         meta["reward"] = draft.rewards
         meta["group_size"] = draft.group_sizes
         meta["split"] = SPLIT_TRAIN
+        for at, split in enumerate(draft.splits or ()):
+            if split == "eval":
+                meta["split"][at] = SPLIT_EVAL
+        advantages = arrays.get("advantages")
+        if self._settings.planner.advantage is not None:
+            meta["signal"] = SIGNAL_BY_REWARD
+        elif advantages is None:
+            meta["signal"] = SIGNAL_SOME
+        else:
+            meta["signal"] = np.where(_signal(draft.lengths, advantages), SIGNAL_SOME, SIGNAL_NONE)
         if draft.rollout_ids is not None:
             meta["rollout"] = [
                 0 if name is None else xxhash.xxh3_64_intdigest(name.encode()) or 1
@@ -200,6 +225,16 @@ def _without_faulty(
 
 def _token_bytes(column: DraftColumn) -> int:
     return column.dtype.itemsize * int(np.prod(column.trailing, dtype=np.int64))
+
+
+def _signal(lengths: NDArray[np.int64], advantages: NDArray[Any]) -> NDArray[np.bool_]:
+    """`[N]` whether a datum has an advantage that is not 0."""
+    if len(advantages) == len(lengths):
+        nonzero: NDArray[np.bool_] = advantages != 0
+        return nonzero
+    starts = np.cumsum(lengths) - lengths
+    found: NDArray[np.bool_] = np.logical_or.reduceat(advantages != 0, starts)
+    return found
 
 
 def _loss_weights(

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.schemas.errors import Draining, NotServing
+from headrace.schemas.errors import Draining, NoCredits, NotServing
 from headrace.schemas.wire import WIRE_VERSION
 from headrace.service.admission import Admission, Budgets
 from headrace.service.bodies import Bodies, Body
@@ -28,6 +28,7 @@ from headrace.service.buffer import Buffer
 from headrace.service.door import Door, Head
 from headrace.service.inflate import ENCODINGS
 from headrace.service.leftovers import clear_leftovers, spool_directory
+from headrace.service.pacing import Pacing
 from headrace.service.pump import Policy, Pump
 from headrace.service.records import Accepted, RunSchema
 from headrace.service.ring import ReaderWords, RingWriter, State, prepare_directory
@@ -54,6 +55,7 @@ class Pipeline:
             memory_s=settings.groups.memory_s,
             max_open=settings.groups.max_open,
             shared=settings.groups.shared,
+            drop_zero_advantage=settings.eligibility.drop_zero_advantage_groups,
         )
         self._policy_waiters: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -66,13 +68,21 @@ class Pipeline:
             held=lambda: self._buffer.backlog().bytes,
             held_by=self._buffer.backlog_of,
         )
+        self._pacing = Pacing(
+            max_lag=settings.eligibility.max_policy_lag,
+            lease_s=settings.admission.lease_s,
+            outstanding=lambda: self._buffer.unfinished_groups(self._pump.finished_step),
+            a_step=self._groups_a_step,
+        )
         self._door = Door(
             settings,
             spool=spool,
             buffer=self._buffer,
             bodies=self.bodies,
             admission=self._admission,
+            freshest=lambda: self._pump.oldest_fresh,
             poke=lambda: self._pump.poke(),
+            opened=self._pacing.opened,
         )
         self._pump = Pump(
             settings,
@@ -83,6 +93,7 @@ class Pipeline:
             schema=lambda: self._door.schema,
             on_policy=self._hear_policy,
             on_delivered=self._admission.drained,
+            shares=self._door.numbered(settings.planner.source_shares),
         )
 
     @classmethod
@@ -188,7 +199,7 @@ class Pipeline:
             "duplicate": duplicate,
             "policy_version": policy.version,
             "policy_uri": policy.uri,
-            "admission": None,
+            "admission": self._credits(),
             "backlog": self._backlog(),
         }
 
@@ -199,6 +210,36 @@ class Pipeline:
         else:
             formable = groups["complete"] // (self.settings.planner.batch_groups or 1)
         return {**asdict(tally), "steps": formable + self._pump.undelivered_steps}
+
+    def close_group(self, name: str, size: int, token: str) -> str:
+        """A group ends with `size` members; its state. Raises GroupUnknown or GroupLarger."""
+        state = self._buffer.close(name, size, token)
+        self._pump.poke()
+        return state.value
+
+    def reserve(self, groups: int, token: str) -> dict[str, Any]:
+        """Hold credits for groups that are about to be started. Raises NoCredits."""
+        if not self._pacing.reserve(groups, token):
+            raise NoCredits(
+                f"groups: got {groups}, want at most {self._pacing.credits()}: more could come to "
+                f"exceed eligibility.max_policy_lag; wait for the trainer"
+            )
+        return {"granted": groups, "admission": self._credits()}
+
+    def _credits(self) -> dict[str, int] | None:
+        left = self._pacing.credits()
+        return None if left is None else {"groups": left}
+
+    def _groups_a_step(self) -> int:
+        """Groups that a step takes at least."""
+        planner, size = self.settings.planner, self.settings.batch_size
+        if planner.batch_groups is not None or size is None:
+            return planner.batch_groups or 1
+        return -(-size // max(1, self._buffer.largest_group))
+
+    def flush(self) -> None:
+        """Plan what is complete, once a step is due."""
+        self._pump.flush()
 
     # what others ask
 
@@ -250,7 +291,7 @@ class Pipeline:
             "backlog_bytes": self.budgets.backlog_bytes,
             "require_targets": s.run_schema.require_targets,
             "keys": schema,
-            "admission": None,
+            "admission": self._credits(),
         }
 
     def status(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from headrace.service.buffer import Buffer
 from headrace.service.feeder import Feeder
 from headrace.service.plan.choose import ShortageError, choose_groups
 from headrace.service.plan.step import plan_step
-from headrace.service.records import RunSchema
+from headrace.service.records import Placing, RunSchema
 from headrace.service.ring import ReaderWords, RingWriter, State
 from headrace.service.settings import Settings
 from headrace.service.spool.local import LocalSpool
@@ -57,9 +58,19 @@ class Pump:
         schema: Callable[[], RunSchema | None],
         on_policy: Callable[[], None],
         on_delivered: Callable[[int], None],
+        shares: Mapping[int, float] | None = None,
     ) -> None:
         self._planner = settings.planner
         self._batch_size = settings.batch_size
+        self._placing = Placing(
+            microbatch_tokens=settings.microbatch_tokens,
+            microbatch_size=self._planner.microbatch_size,
+            microbatch_multiple=self._planner.microbatch_multiple,
+            sequence_multiple=self._planner.sequence_multiple,
+            pack_multiple=self._planner.pack_multiple,
+            fixed_pack=self._planner.fixed_pack,
+            quadratic_crossover=self._planner.quadratic_crossover,
+        )
         self._buffer, self._spool, self._rings = buffer, spool, rings
         self._feeder = Feeder(spool, rings, release=settings.trainer.release)
         self._retain_bytes = retain_bytes
@@ -73,6 +84,10 @@ class Pump:
         self.failure: str | None = None  # why the pump ended, or plans no more
         self.words: list[tuple[ReaderWords, ...]] = [() for _ in rings]  # as heard in the last turn
         self.waits_for = "Step 0 waits for the first datum."
+        self._eligibility, self._groups = settings.eligibility, settings.groups
+        self._shares = shares
+        self._flush_wanted = False
+        self._planned_at_version: int | None = None
         self._shortage = "the first datum"
         self._spool_error = ""
         self._quiet = 0
@@ -118,6 +133,7 @@ class Pump:
             return False
         try:
             changed = self._hear()
+            changed = self._end_groups() or changed
             while self._plan():
                 changed = True
             for step in self._feeder.advance():
@@ -174,38 +190,88 @@ class Pump:
         for ring in self._rings:
             ring.set_committed(committed)
 
+    def _end_groups(self) -> bool:
+        """End groups by time and by age; tell the spool what was dropped."""
+        if self._groups.on_timeout != "wait":
+            self._buffer.expire(self._groups.timeout_s, self._groups.on_timeout)
+        oldest = self.oldest_fresh
+        if oldest is not None:
+            self._buffer.drop_stale(oldest)
+        gone = self._buffer.take_dropped()
+        for numbers, reason in gone:
+            self._spool.drop(numbers, reason)
+        return bool(gone)
+
+    @property
+    def oldest_fresh(self) -> int | None:
+        """The oldest policy version that the next step may train; None where any may.
+
+        `version_at(s) = current + (s - finished - 1)` is what the policy will be when step s is
+        consumed, if every step publishes one version.
+        """
+        most = self._eligibility.max_policy_lag
+        if most is None or self.policy.version is None:
+            return None
+        ahead = self.next_step - self.finished_step - 1
+        return self.policy.version + max(ahead, 0) - most
+
+    def flush(self) -> None:
+        """Plan what is complete, once a step is due, though it be less than a batch."""
+        self._flush_wanted = True
+        self.poke()
+
+    def _due(self) -> bool:
+        """Whether the next step may be planned now."""
+        strict = self._eligibility.max_policy_lag == 0
+        ahead = 0 if strict else self._planner.plan_ahead
+        if self.next_step > self.finished_step + 1 + ahead:
+            return False
+        # With no lag allowed, a step waits until the one before has published its weights.
+        return not strict or self.next_step == 0 or self.policy.version != self._planned_at_version
+
+    def _partial(self) -> bool:
+        """Whether a step may be formed of less than a batch."""
+        if self._flush_wanted:
+            return True
+        patience, since = self._planner.partial_step_timeout_s, self._buffer.oldest_complete_at
+        return patience is not None and since is not None and time.monotonic() - since >= patience
+
     def _plan(self) -> bool:
         """Plan the next step if it is due and can be formed."""
-        if self.next_step > self.finished_step + 1 + self._planner.plan_ahead:
-            return False
-        if self._retain_full():
-            return False
         schema = self._schema()
-        if schema is None:
+        if schema is None or not self._due() or self._retain_full():
             return False
+        planner, partial = self._planner, self._partial()
         try:
             chosen = choose_groups(
                 self._buffer.complete(),
                 batch_size=self._batch_size,
-                batch_groups=self._planner.batch_groups,
+                batch_groups=planner.batch_groups,
+                exact=planner.batch_exact and not partial,
+                shares=None if partial else self._shares,
+                partial=partial,
             )
         except ShortageError as shortage:
             self._shortage = str(shortage)
+            self._flush_wanted = self._flush_wanted and self._buffer.oldest_complete_at is not None
             return False
         numbers, meta = self._buffer.plan(chosen)
         plan = plan_step(
             self.next_step,
             numbers,
             meta,
-            layout=self._planner.layout,
-            dp_size=self._planner.dp_size,
-            microbatch_tokens=self._planner.microbatch_tokens,
+            layout=planner.layout,
+            dp_size=planner.dp_size,
+            placing=self._placing,
+            advantage=planner.advantage,
         )
         prepared = self._feeder.prepare(plan, schema)
         self._spool.write_plan(plan)
         self._buffer.planned(plan.step, chosen, meta)
         self._feeder.enqueue(prepared)
         self.next_step += 1
+        self._planned_at_version = self.policy.version
+        self._flush_wanted = self._flush_wanted and self._buffer.oldest_complete_at is not None
         return True
 
     def _retain_full(self) -> bool:
@@ -244,7 +310,12 @@ class Pump:
                 f"spool.retain_bytes is {self._retain_bytes}, the last committed step is "
                 f"{self.committed_step}."
             )
-        if step > self.finished_step + 1 + self._planner.plan_ahead:
+        if not self._due() and self.next_step <= self.finished_step + 1:
+            return (
+                f"Step {step} waits for a policy version newer than {self.policy.version} "
+                f"(eligibility.max_policy_lag = 0)."
+            )
+        if not self._due():
             behind = [
                 str(rank)
                 for rank, words in enumerate(self.words)
@@ -254,10 +325,16 @@ class Pump:
             return (
                 f"Step {step} waits until step {self.finished_step + 1} is finished by rank "
                 f"{', '.join(behind)} "
-                f"(planner.plan_ahead = {self._planner.plan_ahead})."
+                f"({self._ahead_by})."
             )
         collecting = groups["collecting"]
         return f"Step {step} waits for {self._shortage}; {collecting} groups collect members."
+
+    @property
+    def _ahead_by(self) -> str:
+        if self._eligibility.max_policy_lag == 0:
+            return "eligibility.max_policy_lag = 0"
+        return f"planner.plan_ahead = {self._planner.plan_ahead}"
 
     def statistics(self) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 import msgpack
@@ -26,6 +26,9 @@ from headrace.schemas.layout import Sequences, StreamSpec
 
 __all__ = [
     "DATUM_META",
+    "SIGNAL_BY_REWARD",
+    "SIGNAL_NONE",
+    "SIGNAL_SOME",
     "SPLIT_EVAL",
     "SPLIT_TRAIN",
     "Accepted",
@@ -34,6 +37,7 @@ __all__ = [
     "Draft",
     "DraftColumn",
     "Headers",
+    "Placing",
     "Plan",
     "Post",
     "RunSchema",
@@ -46,6 +50,7 @@ __all__ = [
 Axis = Literal["token", "sample", "either"]
 
 SPLIT_TRAIN, SPLIT_EVAL = 0, 1
+SIGNAL_NONE, SIGNAL_SOME, SIGNAL_BY_REWARD = 0, 1, 2  # all advantages 0; not; not known yet
 
 DATUM_META = np.dtype(
     [
@@ -59,6 +64,7 @@ DATUM_META = np.dtype(
         ("group_size", "<u4"),  # 0: not said
         ("source", "<u4"),  # 0: none; an index into the spool's names
         ("split", "u1"),
+        ("signal", "u1"),  # SIGNAL_*: whether the datum's advantages say anything
         ("bytes", "<u4"),  # payload bytes of the datum in its segment
     ]
 )
@@ -213,6 +219,35 @@ class Headers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placing:
+    """How a microbatch's sequences are placed: the planner's settings that a plan depends on."""
+
+    microbatch_tokens: int | None  # cap on slots; None: microbatch_size counts rows
+    microbatch_size: int | None = None
+    microbatch_multiple: int = 1
+    sequence_multiple: int = 1
+    pack_multiple: int = 1
+    fixed_pack: bool = False
+    quadratic_crossover: int = 24576
+
+    def of(
+        self, lengths: NDArray[np.int64], layout: str
+    ) -> tuple[NDArray[np.int64] | None, int | None]:
+        """(slots [N], slots of the row) of a microbatch; None where they are the plain ones."""
+        slots = None
+        if self.sequence_multiple > 1:
+            slots = -(-lengths // self.sequence_multiple) * self.sequence_multiple
+        if layout == "padded":
+            return slots, None
+        if self.fixed_pack:
+            return slots, self.microbatch_tokens
+        if self.pack_multiple == 1:
+            return slots, None
+        total = int((lengths if slots is None else slots).sum())
+        return slots, -(-total // self.pack_multiple) * self.pack_multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One optimizer step for all ranks: complete in itself, written down before anyone acts on it.
 
@@ -224,6 +259,7 @@ class Plan:
     step: int
     dp_size: int
     layout: str
+    placing: Placing
     numbers: NDArray[np.uint64]  # [N] datum numbers, in plan order
     lengths: NDArray[np.int64]  # [N] tokens
     loss_tokens: NDArray[np.int64]  # [N]
@@ -231,6 +267,7 @@ class Plan:
     rollouts: NDArray[np.int64]  # [N] 0-based within the step
     groups: NDArray[np.int64]  # [N] 0-based within the step
     policy_versions: NDArray[np.int64]  # [N]
+    advantages: NDArray[np.float32]  # [N] computed from rewards; [0] where datums bring their own
     nbytes: int  # payload bytes in the spool
     bins: NDArray[np.int64]  # [M * R + 1]
     items: NDArray[np.int64]  # [N]
@@ -247,6 +284,7 @@ class Plan:
 
     def pack(self) -> bytes:
         fields: dict[str, Any] = {name: getattr(self, name) for name in PLAN_SCALARS}
+        fields["placing"] = asdict(self.placing)
         for name, dtype in PLAN_ARRAYS.items():
             fields[name] = getattr(self, name).astype(dtype, copy=False).tobytes()
         return cast(bytes, msgpack.packb(fields))
@@ -255,10 +293,11 @@ class Plan:
     def unpack(cls, packed: bytes) -> Plan:
         """The plan that `pack` wrote. Raises SpoolVersion where it is not one."""
         fields = msgpack.unpackb(packed)
-        if set(fields) != {*PLAN_SCALARS, *PLAN_ARRAYS}:
+        if set(fields) != {*PLAN_SCALARS, *PLAN_ARRAYS, "placing"}:
             raise SpoolVersion(
                 f"a plan with the fields {sorted(fields)} was written by another version"
             )
+        fields["placing"] = Placing(**fields["placing"])
         for name, dtype in PLAN_ARRAYS.items():
             fields[name] = np.frombuffer(fields[name], dtype)
         return cls(**fields)
@@ -273,6 +312,7 @@ PLAN_ARRAYS = {
     "rollouts": "<i8",
     "groups": "<i8",
     "policy_versions": "<i8",
+    "advantages": "<f4",
     "bins": "<i8",
     "items": "<i8",
 }
@@ -307,6 +347,10 @@ class Spool(Protocol):
 
     def ids(self, numbers: NDArray[np.uint64]) -> list[str | None]:
         """The clients' ids of datums."""
+        ...
+
+    def drop(self, numbers: NDArray[np.uint64], reason: str) -> None:
+        """These datums will never be planned: forget them."""
         ...
 
     def commit(self, step: int) -> None:

@@ -35,6 +35,7 @@ __all__ = ["NAME_PATTERN", "TOKENS_VARIABLE", "Settings", "load_settings", "sett
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]{0,62}$"
 TOKENS_VARIABLE = "HEADRACE_TOKENS"  # secrets: no setting, so that nothing shows it
+DEFAULT_TOKENS = 32768  # slots a microbatch
 BYTES_PER_TOKEN = 64  # of a laid-out microbatch, an upper bound for the usual keys
 
 
@@ -88,6 +89,9 @@ class Server(Section):
         default=20, ge=1, description="open posts may finish within it after SIGTERM"
     )
     switch_interval_s: float = Field(default=0.0005, gt=0, description="sys.setswitchinterval")
+    fast_protocol: bool = Field(
+        default=True, description="bodies are read straight into their buffer"
+    )
     malloc_tuning: bool = Field(
         default=True, description="glibc keeps freed memory for the next bodies"
     )
@@ -193,21 +197,75 @@ class Spool(Section):
 
 
 class Planner(Section):
-    layout: Literal["padded", "thd"] = Field(default="thd", description="of the microbatches")
+    layout: Literal["padded", "thd", "neat"] = Field(
+        default="thd", description="of the microbatches"
+    )
     dp_size: int = Field(default=1, ge=1, le=4096, description="data-parallel ranks")
     batch_size: int | None = Field(
         default=None, ge=1, description="datums a step, at least; 64 if neither is set"
     )
     batch_groups: int | None = Field(default=None, ge=1, description="groups a step, exactly")
-    microbatch_tokens: int = Field(
-        default=32768, ge=1, description="slots a microbatch, a strict cap"
+    microbatch_tokens: int | None = Field(
+        default=None, ge=1, description="slots a microbatch, a strict cap; 32768 if neither is set"
+    )
+    microbatch_size: int | None = Field(
+        default=None, ge=1, description="rows a microbatch, of the padded layout"
+    )
+    microbatch_multiple: int = Field(
+        default=1, ge=1, description="microbatches a rank are a multiple of it"
+    )
+    sequence_multiple: int = Field(
+        default=1, ge=1, description="a sequence's slot is a multiple of it: 2 x cp x tp, FP8"
+    )
+    pack_multiple: int = Field(default=1, ge=1, description="a packed row is a multiple of it")
+    fixed_pack: bool = Field(
+        default=False, description="every packed row has microbatch_tokens slots"
+    )
+    quadratic_crossover: int = Field(
+        default=24576, ge=1, description="a slot of n costs n + n^2 / quadratic_crossover"
+    )
+    batch_exact: bool = Field(
+        default=False, description="exactly batch_size datums, a multiple of dp_size"
+    )
+    partial_step_timeout_s: float | None = Field(
+        default=None, gt=0, description="a step is formed of what is complete after it; none: never"
+    )
+    advantage: Literal["group_mean", "group_mean_std", "rloo"] | None = Field(
+        default=None, description="computed from rewards; datums then bring no advantages"
+    )
+    source_shares: dict[str, float] = Field(
+        default={}, description="the part of each step that a source has, by name"
     )
     plan_ahead: int = Field(
         default=1, ge=0, description="steps planned beyond the one being consumed"
     )
 
 
+class Eligibility(Section):
+    max_policy_lag: int | None = Field(
+        default=None, ge=0, description="versions; what is older is not trained; none: any"
+    )
+    on_stale: Literal["drop", "refuse"] = Field(
+        default="drop", description="refuse: 409 where nothing of a post is fresh"
+    )
+    drop_zero_advantage_groups: bool = Field(
+        default=False, description="a group whose advantages are all 0 teaches nothing"
+    )
+
+
+class Admission(Section):
+    lease_s: float = Field(
+        default=1800, gt=0, description="a reservation of groups is held so long"
+    )
+
+
 class Groups(Section):
+    timeout_s: float = Field(
+        default=600, gt=0, description="from a group's first member to its last"
+    )
+    on_timeout: Literal["drop", "ship", "wait"] = Field(
+        default="drop", description="ship: train the members that are there"
+    )
     max_open: int = Field(
         default=100_000, ge=1, description="groups that collect members; beyond it 429"
     )
@@ -260,15 +318,33 @@ class Settings(BaseSettings):
     queue: Queue = Queue()
     spool: Spool = Spool()
     planner: Planner = Planner()
+    eligibility: Eligibility = Eligibility()
     groups: Groups = Groups()
+    admission: Admission = Admission()
     trainer: TrainerSide = TrainerSide()
     run: Run = Run()
     log: Log = Log()
 
     @property
+    def microbatch_tokens(self) -> int | None:
+        """Slots a microbatch; None where `planner.microbatch_size` counts rows instead."""
+        planner = self.planner
+        return planner.microbatch_tokens or (None if planner.microbatch_size else DEFAULT_TOKENS)
+
+    @property
+    def longest_datum(self) -> int:
+        """Tokens of the longest datum that a microbatch can hold, multiples included."""
+        cap, planner = self.microbatch_tokens, self.planner
+        if cap is None:
+            return self.limits.max_sequence_tokens or DEFAULT_TOKENS
+        if planner.layout != "padded":
+            cap = cap // planner.pack_multiple * planner.pack_multiple
+        return cap // planner.sequence_multiple * planner.sequence_multiple
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Tokens a datum may have: the setting, else what one microbatch can hold."""
-        return self.limits.max_sequence_tokens or self.planner.microbatch_tokens
+        return self.limits.max_sequence_tokens or self.longest_datum
 
     @property
     def batch_size(self) -> int | None:
@@ -280,6 +356,41 @@ class Settings(BaseSettings):
     def takes_tokens(self) -> bool:
         """Requests need a bearer token: `auth.tokens_file` or HEADRACE_TOKENS is set."""
         return self.auth.tokens_file is not None or TOKENS_VARIABLE in os.environ
+
+    def _agree_on_microbatches(self) -> None:
+        planner, cap = self.planner, self.microbatch_tokens
+        if planner.microbatch_tokens is not None and planner.microbatch_size is not None:
+            raise ValueError(
+                f"planner.microbatch_tokens = {planner.microbatch_tokens} and "
+                f"planner.microbatch_size = {planner.microbatch_size} are both set: a microbatch "
+                f"is measured by one; drop the other"
+            )
+        if planner.microbatch_size is not None and planner.layout != "padded":
+            raise ValueError(
+                f"planner.microbatch_size = {planner.microbatch_size} counts rows and "
+                f"planner.layout = {planner.layout} has one: set planner.microbatch_tokens"
+            )
+        for name in ("sequence_multiple", "pack_multiple"):
+            multiple = getattr(planner, name)
+            if planner.fixed_pack and cap is not None and cap % multiple:
+                raise ValueError(
+                    f"planner.fixed_pack is set and planner.microbatch_tokens = {cap} is no "
+                    f"multiple of planner.{name} = {multiple}: change one of them"
+                )
+        if self.max_sequence_tokens > self.longest_datum or self.longest_datum < 1:
+            raise ValueError(
+                f"limits.max_sequence_tokens = {self.max_sequence_tokens} exceeds the "
+                f"{self.longest_datum} tokens that planner.microbatch_tokens = {cap} can hold in "
+                f"whole multiples: such a datum would fit no microbatch; lower the first or raise "
+                f"the other"
+            )
+        need = 2 * BYTES_PER_TOKEN * (cap or self.max_sequence_tokens)
+        if self.queue.bytes < need:
+            raise ValueError(
+                f"queue.bytes = {self.queue.bytes} is less than two microbatches of "
+                f"planner.microbatch_tokens = {cap or self.max_sequence_tokens} slots need ({need} "
+                f"bytes): raise the first or lower the other"
+            )
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
@@ -307,6 +418,21 @@ class Settings(BaseSettings):
                 f"{self.planner.batch_groups} are both set: a step is measured by one; drop the "
                 "other"
             )
+        planner = self.planner
+        if planner.batch_exact and (planner.batch_size or 1) % planner.dp_size:
+            raise ValueError(
+                f"planner.batch_exact is set and planner.batch_size = {planner.batch_size} is no "
+                f"multiple of planner.dp_size = {planner.dp_size}: change one of them"
+            )
+        if planner.batch_exact and planner.batch_size is None:
+            raise ValueError("planner.batch_exact needs planner.batch_size: it counts datums")
+        if sum(planner.source_shares.values()) > 1 + 1e-9 or any(
+            share <= 0 for share in planner.source_shares.values()
+        ):
+            raise ValueError(
+                f"planner.source_shares = {planner.source_shares}: each is above 0, and together "
+                f"they are at most 1"
+            )
         if self.spool.segment_bytes < self.limits.max_body_bytes:
             raise ValueError(
                 f"spool.segment_bytes = {self.spool.segment_bytes} is smaller than "
@@ -320,22 +446,7 @@ class Settings(BaseSettings):
                 f"limits.max_body_bytes = {self.limits.max_body_bytes}: the largest body would "
                 "never be read; raise the first or lower the other"
             )
-        if self.max_sequence_tokens > self.planner.microbatch_tokens:
-            raise ValueError(
-                f"limits.max_sequence_tokens = {self.max_sequence_tokens} exceeds "
-                "planner.microbatch_tokens = "
-                f"{self.planner.microbatch_tokens}: such a datum would fit no microbatch; lower "
-                "the first or "
-                f"raise the other"
-            )
-        need = 2 * BYTES_PER_TOKEN * self.planner.microbatch_tokens
-        if self.queue.bytes < need:
-            raise ValueError(
-                f"queue.bytes = {self.queue.bytes} is less than two microbatches of "
-                "planner.microbatch_tokens = "
-                f"{self.planner.microbatch_tokens} slots need ({need} bytes): raise the first or "
-                "lower the other"
-            )
+        self._agree_on_microbatches()
         return self
 
 

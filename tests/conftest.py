@@ -148,7 +148,8 @@ def serve(queue_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Service]]:
     started: list[Service] = []
 
     def start(*flags: str, **settings: object) -> Service:
-        chosen = SMALL | {"queue.dir": str(queue_dir)} | {k: str(v) for k, v in settings.items()}
+        named = SMALL | {"queue.dir": str(queue_dir)} | settings
+        chosen = {name: str(value) for name, value in named.items() if value is not None}
         arguments = [word for name, value in chosen.items() for word in (f"--{name}", value)]
         stderr = tmp_path / f"service-{len(started)}.stderr"
         stdout = tmp_path / f"service-{len(started)}.stdout"

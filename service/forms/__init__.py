@@ -62,6 +62,7 @@ def group_ids_of(body: MsgpackPost | JsonPost) -> list[tuple[str | None, int]]:
     """(group_id, group_size or 0) of every datum of a body, faulty ones included."""
     if body.datums is not None:
         return [(datum.group_id, datum.group_size or 0) for datum in body.datums]
-    names = body.group_ids or []
-    sizes = body.group_sizes or [None] * len(names)
+    count = len(body.group_ids or body.group_sizes or ())
+    names = body.group_ids or [None] * count
+    sizes = body.group_sizes or [None] * count
     return [(name, size or 0) for name, size in zip(names, sizes, strict=True)]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.schemas.fields import TARGETS, reserved_names
+from headrace.schemas.fields import LAYOUTS, TARGETS, reserved_names
 from headrace.schemas.layout import StreamSpec
 from headrace.schemas.tensors import WIRE_DTYPES
 from headrace.service.body import Tensor
@@ -24,7 +24,7 @@ __all__ = ["IDS", "INTEGER_KEYS", "array_of", "axis_of", "check_name", "column_o
 IDS = "input_ids"
 INTEGER_KEYS = (IDS, TARGETS)
 # Keys that a batch has already: a loss input of that name would overwrite it.
-RESERVED = reserved_names("padded") | reserved_names("thd")
+RESERVED = frozenset[str]().union(*(reserved_names(layout) for layout in LAYOUTS))
 
 
 def check_name(key: str, index: int | None, findings: Findings) -> None:

@@ -1,38 +1,53 @@
 """Microbatches of a step: bins of datums under a strict cap, as many for every rank.
 
-    lengths [N] ──► bins (each <= cap slots) ──► M * R bins, heavy first
-                ──► index i of rank r = bin i * R + r
+    lengths [N] ──► slots [N] ──────────► M * R bins <= cap ──► index i of rank r = bin i * R + r
+       rounded up to sequence_multiple    rows.py: thd, neat    balance.py: heavy first, the bins
+                                          padded.py             of an index close in cost
 
-THD packs by longest-processing-time: the longest datum left goes to the bin with the fewest tokens.
-Padded sorts by length and cuts runs whose rows x longest stays under the cap, so that rows of a bin
-are nearly as long as each other. M is the least count for which this succeeds. Bins are split
-before fillers are made: a bin stays empty only where there are fewer datums than bins.
+Invariants. Every datum is in exactly one bin. A bin lays out at most `microbatch_tokens`: S, the
+sum of its slots rounded up to `pack_multiple`; padded B * T, T the longest slot; or at most
+`microbatch_size` rows. Every rank gets M microbatches, M a multiple of `microbatch_multiple` and
+the least that a method finds. Bins are split before fillers are made: one is empty only where every
+other has a single datum. The step cost of balance.py is at most the mean of the ranks plus the
+heaviest bin. The same arguments give the same plan, on any machine.
 
-The bins of one index are close in weight over the ranks, since bins are dealt in descending order;
-odd rows are dealt backwards, so that no rank always gets the heaviest.
+Called by plan/step.py. Never looks at what datums hold, never cuts or leaves one out.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["pack_step"]
+from headrace.service.plan.balance import deal, slot_costs
+from headrace.service.plan.padded import pack_padded
+from headrace.service.plan.rows import pack_rows
 
-Bins = list[list[int]]
+__all__ = ["longest_datum", "pack_step"]
+
+QUADRATIC_CROSSOVER = 24576  # tokens at which a slot's quadratic cost equals its linear cost
 
 
 def pack_step(
-    lengths: NDArray[np.int64], *, layout: str, dp_size: int, microbatch_tokens: int
+    lengths: NDArray[np.int64],
+    *,
+    layout: str,
+    dp_size: int,
+    microbatch_tokens: int | None = None,
+    microbatch_size: int | None = None,
+    microbatch_multiple: int = 1,
+    sequence_multiple: int = 1,
+    pack_multiple: int = 1,
+    fixed_pack: bool = False,
+    quadratic_crossover: int = QUADRATIC_CROSSOVER,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(bins [M * R + 1], items [N]) of `records.Plan`: every datum in exactly one bin, no bin over
-    the cap.
+    """(bins [M * R + 1], items [N]) of `records.Plan`.
 
-    `lengths`: tokens, int `[N]`, each at most `microbatch_tokens`. Within a bin thd keeps the
-    plan's order, padded puts the longest first. Raises ValueError where a datum exceeds the cap.
+    `lengths`: tokens of each datum, int `[N]`, N >= 1. `layout`: "padded", "thd" or "neat"; the
+    last two pack alike. `microbatch_tokens`: the cap on slots; padded takes `microbatch_size`,
+    rows, in its place. `pack_multiple` and `fixed_pack` (every row has `microbatch_tokens` slots)
+    are of thd and neat. Within a bin thd and neat keep the order of `lengths`, padded puts the
+    longest first. Raises ValueError where a datum exceeds the cap or settings exclude each other.
 
     >>> bins, items = pack_step(
     ...     np.array([3, 1, 2, 2]), layout="thd", dp_size=2, microbatch_tokens=4
@@ -40,77 +55,91 @@ def pack_step(
     >>> bins.tolist(), items.tolist()
     ([0, 2, 4], [0, 1, 2, 3])
     """
-    if len(lengths) and int(lengths.max()) > microbatch_tokens:
-        longest = int(lengths.max())
+    _check(layout, microbatch_tokens, microbatch_size, sequence_multiple, pack_multiple, fixed_pack)
+    if not len(lengths):
+        raise ValueError("a step has at least one datum: got no lengths")
+    lengths = np.asarray(lengths, np.int64)
+    slots = -(-lengths // sequence_multiple) * sequence_multiple
+    packed = layout != "padded"
+    if microbatch_tokens is not None:
+        longest = longest_datum(
+            layout=layout, microbatch_tokens=microbatch_tokens,
+            sequence_multiple=sequence_multiple, pack_multiple=pack_multiple,
+        )  # fmt: skip
+        if int(lengths.max()) > longest:
+            raise ValueError(
+                f"a datum of {int(lengths.max())} tokens exceeds microbatch_tokens = "
+                f"{microbatch_tokens}: at most {longest} fit with sequence_multiple = "
+                f"{sequence_multiple} and pack_multiple = {pack_multiple}"
+            )
+    longest_first = np.argsort(-lengths, kind="stable")
+    if packed:
+        assert microbatch_tokens is not None
+        owner, count = pack_rows(
+            slots, cap=microbatch_tokens // pack_multiple * pack_multiple, ranks=dp_size,
+            multiple=microbatch_multiple, crossover=quadratic_crossover,
+        )  # fmt: skip
+    else:
+        owner, count = pack_padded(
+            slots, longest_first, cap=microbatch_tokens, rows=microbatch_size, ranks=dp_size,
+            multiple=microbatch_multiple, crossover=quadratic_crossover,
+        )  # fmt: skip
+
+    sizes = np.bincount(owner, minlength=count)
+    costs = slot_costs(slots, quadratic_crossover)
+    bin_costs = np.zeros(count, np.int64)
+    if packed:
+        np.add.at(bin_costs, owner, costs)
+    else:
+        np.maximum.at(bin_costs, owner, costs)
+        bin_costs *= sizes
+    bin_costs[sizes == 0] = costs.min()
+    places = deal(bin_costs, sizes == 0, dp_size)
+    order = np.arange(len(lengths)) if packed else longest_first
+    items = order[np.argsort(places[owner[order]], kind="stable")]
+    edges = np.zeros(count + 1, np.int64)
+    edges[1 + places] = sizes
+    return np.cumsum(edges), items.astype(np.int64, copy=False)
+
+
+def longest_datum(
+    *, layout: str, microbatch_tokens: int, sequence_multiple: int = 1, pack_multiple: int = 1
+) -> int:
+    """Tokens of the longest datum that fits a microbatch; the door refuses longer ones.
+
+    >>> longest_datum(layout="thd", microbatch_tokens=100, sequence_multiple=16, pack_multiple=64)
+    64
+    """
+    cap = microbatch_tokens
+    if layout != "padded":
+        cap = cap // pack_multiple * pack_multiple
+    return cap // sequence_multiple * sequence_multiple
+
+
+def _check(
+    layout: str,
+    tokens: int | None,
+    rows: int | None,
+    sequence_multiple: int,
+    pack_multiple: int,
+    fixed_pack: bool,
+) -> None:
+    if (tokens is None) == (rows is None):
         raise ValueError(
-            f"a datum of {longest} tokens exceeds microbatch_tokens = {microbatch_tokens}"
+            f"microbatch_tokens = {tokens} and microbatch_size = {rows}: set exactly one"
         )
-    descending = np.argsort(-lengths, kind="stable").tolist()
-    sizes: list[int] = lengths.tolist()
-    make = _longest_first if layout == "thd" else _runs
-    bins = make(sizes, descending, dp_size, microbatch_tokens)
-    bins.sort(key=lambda members: -_slots(members, sizes, layout))
-    dealt: list[Sequence[int]] = []
-    for first in range(0, len(bins), dp_size):
-        row = bins[first : first + dp_size]
-        dealt += row if first // dp_size % 2 == 0 else _backwards(row)
-    ordered = [sorted(members) if layout == "thd" else members for members in dealt]
-    edges = np.cumsum([0, *(len(members) for members in ordered)])
-    return edges.astype(np.int64), np.array([i for m in ordered for i in m], np.int64)
-
-
-def _slots(members: Sequence[int], sizes: Sequence[int], layout: str) -> int:
-    if not members:
-        return 0
-    if layout == "thd":
-        return sum(sizes[i] for i in members)
-    return len(members) * max(sizes[i] for i in members)
-
-
-def _backwards(row: Bins) -> Bins:
-    """The row reversed, with empty bins kept last: a filler goes to the highest ranks."""
-    return [m for m in reversed(row) if m] + [m for m in row if not m]
-
-
-def _longest_first(sizes: list[int], descending: list[int], ranks: int, cap: int) -> Bins:
-    count = max(1, -(-sum(sizes) // (cap * ranks)))
-    while True:
-        bins = _try_longest_first(sizes, descending, count * ranks, cap)
-        if bins is not None:
-            return bins
-        count += 1
-
-
-def _try_longest_first(sizes: list[int], descending: list[int], bins: int, cap: int) -> Bins | None:
-    filled: Bins = [[] for _ in range(bins)]
-    loads = [(0, at) for at in range(bins)]
-    for item in descending:
-        load, at = loads[0]
-        # The bin with the fewest tokens is the only one to ask: if it has no room, none has.
-        if load + sizes[item] > cap:
-            return None
-        filled[at].append(item)
-        heapq.heapreplace(loads, (load + sizes[item], at))
-    return filled
-
-
-def _runs(sizes: list[int], descending: list[int], ranks: int, cap: int) -> Bins:
-    bins: Bins = []
-    for item in descending:
-        if bins and (len(bins[-1]) + 1) * sizes[bins[-1][0]] <= cap:
-            bins[-1].append(item)
-        else:
-            bins.append([item])
-    wanted = -(-len(bins) // ranks) * ranks
-    heap = [(-_slots(members, sizes, "padded"), at) for at, members in enumerate(bins)]
-    heapq.heapify(heap)
-    while len(bins) < wanted and heap:
-        _, at = heapq.heappop(heap)
-        if len(bins[at]) == 1:
-            continue
-        half = (len(bins[at]) + 1) // 2
-        bins.append(bins[at][half:])
-        bins[at] = bins[at][:half]
-        for part in (at, len(bins) - 1):
-            heapq.heappush(heap, (-_slots(bins[part], sizes, "padded"), part))
-    return bins + [[] for _ in range(wanted - len(bins))]
+    if rows is not None and layout != "padded":
+        raise ValueError(
+            f"microbatch_size = {rows} counts rows of the padded layout: got layout = {layout!r}, "
+            "set microbatch_tokens"
+        )
+    if fixed_pack and layout != "padded":
+        for name, multiple in (
+            ("sequence_multiple", sequence_multiple),
+            ("pack_multiple", pack_multiple),
+        ):
+            if tokens is not None and tokens % multiple:
+                raise ValueError(
+                    f"fixed_pack makes rows of microbatch_tokens = {tokens} slots, which is no "
+                    f"multiple of {name} = {multiple}: change one of them"
+                )

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.schemas.step import MicrobatchInfo, StepInfo
+from headrace.service.plan.advantage import AdvantageKind, advantages_of
 from headrace.service.plan.pack import pack_step
-from headrace.service.records import Plan
+from headrace.service.records import Placing, Plan
 
 __all__ = ["StepCounts", "microbatch_info", "plan_step"]
 
@@ -22,7 +23,8 @@ def plan_step(
     *,
     layout: str,
     dp_size: int,
-    microbatch_tokens: int,
+    placing: Placing,
+    advantage: AdvantageKind | None = None,
 ) -> Plan:
     """The plan of `step` over the datums `numbers` [N] with their DATUM_META rows [N], in plan
     order.
@@ -30,24 +32,28 @@ def plan_step(
     Datums with the same rollout id are one rollout; a datum without one is a rollout of its own.
     """
     lengths = meta["length"].astype(np.int64)
-    bins, items = pack_step(
-        lengths, layout=layout, dp_size=dp_size, microbatch_tokens=microbatch_tokens
-    )
+    bins, items = pack_step(lengths, layout=layout, dp_size=dp_size, **asdict(placing))
     alone = meta["rollout"] == 0
     rollouts = np.zeros(len(meta), [("id", "u8"), ("alone", "u8")])
     rollouts["id"] = np.where(alone, numbers, meta["rollout"])
     rollouts["alone"] = alone
+    of_rollout, of_group = _in_order(rollouts), _in_order(meta["group"])
+    advantages = np.zeros(0, np.float32)
+    if advantage is not None:
+        advantages = advantages_of(advantage, meta["reward"], of_group, of_rollout)
     return Plan(
         step=step,
         dp_size=dp_size,
         layout=layout,
+        placing=placing,
         numbers=numbers,
         lengths=lengths,
         loss_tokens=meta["loss_tokens"].astype(np.int64),
         loss_weights=meta["loss_weight"].astype(np.float64),
-        rollouts=_in_order(rollouts),
-        groups=_in_order(meta["group"]),
+        rollouts=of_rollout,
+        groups=of_group,
         policy_versions=meta["policy_version"].astype(np.int64),
+        advantages=advantages,
         nbytes=int(meta["bytes"].sum(dtype=np.int64)),
         bins=bins,
         items=items,

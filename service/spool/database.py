@@ -7,6 +7,7 @@ the caller opened (`with database.transaction():`) on the spool's thread, and no
     posts    post, token, key, hash, count, actor, segment, offset, nbytes, columns, meta, ids,
              answer, at
     names    kind, number, name     groups and sources that meta refers to
+    drops    number, reason         datums that will never be planned, until their post is dead
     plans    step, plan
 
 A post whose datums are all committed keeps its row, without segment and meta, while its
@@ -44,6 +45,7 @@ CREATE INDEX IF NOT EXISTS dead_posts ON posts (at) WHERE segment IS NULL;
 CREATE TABLE IF NOT EXISTS names (
     kind TEXT NOT NULL, number INTEGER NOT NULL, name TEXT NOT NULL, PRIMARY KEY (kind, number)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS drops (number INTEGER PRIMARY KEY, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS plans (step INTEGER PRIMARY KEY, plan BLOB NOT NULL);
 """
 
@@ -105,6 +107,24 @@ class Database:
     def add_plan(self, plan: Plan) -> None:
         self._connection.execute("INSERT INTO plans VALUES (?, ?)", (plan.step, plan.pack()))
 
+    def drop(self, numbers: list[int], reason: str, dead_posts: list[int]) -> None:
+        """These datums are dropped; `dead_posts` hold no other."""
+        self._connection.executemany(
+            "INSERT OR IGNORE INTO drops VALUES (?, ?)", [(number, reason) for number in numbers]
+        )
+        self._bury(dead_posts)
+
+    def _bury(self, dead_posts: list[int]) -> None:
+        run = self._connection
+        run.executemany(
+            "UPDATE posts SET segment = NULL, columns = NULL, meta = NULL, ids = NULL "
+            "WHERE post = ?",
+            [(post,) for post in dead_posts],
+        )
+        run.executemany(
+            "DELETE FROM drops WHERE number >> 16 = ?", [(post,) for post in dead_posts]
+        )
+
     def forget(
         self, step: int, dead_posts: list[int], groups: list[int], keys_before: float
     ) -> None:
@@ -113,11 +133,7 @@ class Database:
         """
         run = self._connection
         run.execute("DELETE FROM plans WHERE step <= ?", (step,))
-        run.executemany(
-            "UPDATE posts SET segment = NULL, columns = NULL, meta = NULL, ids = NULL "
-            "WHERE post = ?",
-            [(post,) for post in dead_posts],
-        )
+        self._bury(dead_posts)
         run.executemany(
             "DELETE FROM names WHERE kind = 'group' AND number = ?", [(group,) for group in groups]
         )

@@ -179,18 +179,28 @@ class LocalSpool:
         Raises SpoolError, and then nothing is forgotten.
         """
         steps = [s for s in self._plans if s <= step]
-        counts: Counter[int] = Counter()
-        for numbers in (self._plans[s] for s in steps):
-            posts, datums = np.unique(numbers >> np.uint64(16), return_counts=True)
-            counts.update(dict(zip(posts.tolist(), datums.tolist(), strict=True)))
-        dead = [post for post, datums in counts.items() if self._posts[post].live == datums]
+        counts = _by_post([self._plans[s] for s in steps])
+        dead = self._dying(counts)
         self._submit(lambda: self._forget(step, dead, list(groups))).result()
         for step_done in steps:
             del self._plans[step_done]
+        self._release(counts)
+
+    def drop(self, numbers: NDArray[np.uint64], reason: str) -> None:
+        """These datums will never be planned: forget them. Raises SpoolError; then nothing is."""
+        counts = _by_post([numbers])
+        dead, listed = self._dying(counts), numbers.tolist()
+        self._submit(lambda: self._database.drop(listed, reason, dead)).result()
+        self._release(counts)
+
+    def _dying(self, counts: Counter[int]) -> list[int]:
+        return [post for post, datums in counts.items() if self._posts[post].live == datums]
+
+    def _release(self, counts: Counter[int]) -> None:
         for post, datums in counts.items():
             self._posts[post].live -= datums
-        for post in dead:
-            self._segments.free(self._posts.pop(post).segment)
+            if not self._posts[post].live:
+                self._segments.free(self._posts.pop(post).segment)
 
     def _forget(self, step: int, dead: list[int], groups: list[int]) -> None:
         keys_before = time.time() - self._window_s
@@ -327,6 +337,15 @@ def refuse_if_held(directory: Path) -> None:
             raise SpoolBusy(_busy(directory))
     finally:
         lock.close()
+
+
+def _by_post(numbers: Sequence[NDArray[np.uint64]]) -> Counter[int]:
+    """How many of these datums each post has."""
+    counts: Counter[int] = Counter()
+    for some in numbers:
+        posts, datums = np.unique(some >> np.uint64(16), return_counts=True)
+        counts.update(dict(zip(posts.tolist(), datums.tolist(), strict=True)))
+    return counts
 
 
 def discard(directory: Path) -> None:

@@ -291,15 +291,29 @@ def bearer(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
+JSON_BODIES = {
+    "/v1/admission": b'{"groups": 1}',
+    "/v1/groups/close": b'{"group_id": "g", "size": 2}',
+    "/v1/flush": b"{}",
+}
+
+
 def test_every_route_with_every_role_is_as_the_table_says(serve, tokens_file, posts):
-    service = serve(**{"auth.tokens_file": tokens_file})
+    service = serve(**{"auth.tokens_file": tokens_file, "groups.shared": True})
     body = posts.body(posts.datum())
+    service.post(
+        posts.body(posts.datum(group_id="g", group_size=2)),
+        Authorization=f"Bearer {SECRETS['rollout']}",
+    )
     for (method, path), row in roles_table().items():
         for column, cell in row.items():
             headers = {"Content-Type": "application/msgpack"}
             if column != "no token":
                 headers |= bearer(SECRETS[column])
             sent = body if method == "POST" else None
+            if path in JSON_BODIES:
+                headers["Content-Type"] = "application/json"
+                sent = JSON_BODIES[path]
             answer = service.client.request(method, path, headers=headers, content=sent)
             where = (method, path, column, answer.text)
             if cell == "yes":
@@ -311,11 +325,11 @@ def test_every_route_with_every_role_is_as_the_table_says(serve, tokens_file, po
             assert answer.headers.get("www-authenticate") == ("Bearer" if cell == "401" else None)
             assert answer.headers.get("connection") == ("close" if sent else None)
     status = service.client.get("/v1/status", headers=bearer(SECRETS["viewer"])).json()
-    assert status["books"]["accepted"] == 2
-    assert status["refused"]["codes"] == {"unauthorized": 4, "forbidden": 2}
+    assert status["books"]["accepted"] == 3
+    assert status["refused"]["codes"] == {"unauthorized": 7, "forbidden": 6}
     assert status["refused"]["tokens"] == {
-        "the-rollout": {"forbidden": 1},
-        "the-viewer": {"forbidden": 1},
+        "the-rollout": {"forbidden": 2},
+        "the-viewer": {"forbidden": 4},
     }
     _nothing_tells(service, *SECRETS.values(), also=str(status))
 

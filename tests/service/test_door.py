@@ -148,7 +148,7 @@ def test_skip_where_no_datum_is_good_is_remembered(serve, posts):
         ).json()
         assert (answer["accepted"], answer["duplicate"]) == (0, duplicate)
     # The group ends with one member, by one skip and not by two.
-    assert service.post(posts.body(posts.datum(5, group_id="g", group_size=1))).status_code == 202
+    assert service.post(posts.body(posts.datum(5, group_id="g", group_size=2))).status_code == 202
     assert service.status()["groups"]["complete"] == 2
 
 

@@ -75,7 +75,7 @@ def test_every_fault_of_contents_is_a_422_that_names_it(serve, posts):
         ("reserved key", with_inputs(labels=tensor(np.ones(5, np.int32))), "labels", "reserved"),
         ("no targets", with_inputs(target_tokens=None), "loss_fn_inputs", "keys_differ"),
         ("size without id", good | {"group_size": 3}, "group_id", "group_id_missing"),
-        ("eval split", good | {"split": "eval"}, "split", "split"),
+        ("unknown split", good | {"split": "test"}, "split", "split"),
         ("unknown field", good | {"colour": "blue"}, "", "schema"),
         ("group size 0", good | {"group_id": "g", "group_size": 0}, "group_size", "schema"),
     ]  # fmt: skip

@@ -42,7 +42,7 @@ def test_a_step_is_measured_by_64_datums_unless_told_otherwise():
         (["--queue.bytes=1MiB"], ["queue.bytes", "planner.microbatch_tokens"]),
         (["--server.host=0.0.0.0"], ["server.host", "loopback"]),
         (["--run.name=../x"], ["run.name"]),
-        (["--planner.layout=neat"], ["planner.layout", "'thd'"]),
+        (["--planner.layout=flat"], ["planner.layout", "'thd'"]),
         (["--queue.bytes=lots"], ["queue.bytes", "lots"]),
     ],
 )  # fmt: skip

@@ -11,7 +11,14 @@ import pytest
 
 from headrace.schemas.errors import SpoolBusy, SpoolError, SpoolFull
 from headrace.service.plan.step import plan_step
-from headrace.service.records import DATUM_META, DraftColumn, Post, RunSchema, datum_numbers
+from headrace.service.records import (
+    DATUM_META,
+    DraftColumn,
+    Placing,
+    Post,
+    RunSchema,
+    datum_numbers,
+)
 from headrace.service.spool.local import LocalSpool, discard, refuse_if_held
 from headrace.service.spool.segments import Segments
 
@@ -60,7 +67,9 @@ def append(spool, lengths, *, seed=0, key=None, ids=None):
 def commit_all(spool, accepted, meta, step):
     numbers = datum_numbers(accepted.post, len(meta))
     spool.write_plan(
-        plan_step(step, numbers, meta, layout="thd", dp_size=1, microbatch_tokens=SEGMENT)
+        plan_step(
+            step, numbers, meta, layout="thd", dp_size=1, placing=Placing(microbatch_tokens=SEGMENT)
+        )
     )
     spool.commit(step)
 
@@ -107,7 +116,7 @@ def test_a_region_is_kept_until_its_last_datum_is_committed(spool):
     numbers = datum_numbers(accepted.post, 2)
     for step in (0, 1):
         spool.write_plan(
-            plan_step(step, numbers[step : step + 1], meta[step : step + 1], layout="thd", dp_size=1, microbatch_tokens=8)
+            plan_step(step, numbers[step : step + 1], meta[step : step + 1], layout="thd", dp_size=1, placing=Placing(microbatch_tokens=8))
         )  # fmt: skip
     spool.commit(0)
     assert spool.statistics()["live_regions"] == 1

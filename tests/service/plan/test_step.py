@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.service.plan.step import StepCounts, microbatch_info, plan_step
-from headrace.service.records import DATUM_META, Plan, datum_numbers
+from headrace.service.records import DATUM_META, Placing, Plan, datum_numbers
 
 
 def meta_of(rows):
@@ -34,7 +34,7 @@ ROWS = [
 def plan(dp_size=2, cap=12):
     return plan_step(
         8, datum_numbers(3, len(ROWS)), meta_of(ROWS), layout="thd", dp_size=dp_size,
-        microbatch_tokens=cap,
+        placing=Placing(microbatch_tokens=cap),
     )  # fmt: skip
 
 
@@ -78,7 +78,12 @@ def test_a_filler_is_the_shortest_datum():
 def test_one_rollout_in_two_groups_is_one_rollout():
     rows = [(2, 1, 1, 5), (2, 1, 2, 5)]
     made = plan_step(
-        0, datum_numbers(1, 2), meta_of(rows), layout="padded", dp_size=1, microbatch_tokens=8
+        0,
+        datum_numbers(1, 2),
+        meta_of(rows),
+        layout="padded",
+        dp_size=1,
+        placing=Placing(microbatch_tokens=8),
     )
     assert StepCounts.of(made).info.step_rollouts == 1
 
