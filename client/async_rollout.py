@@ -27,6 +27,7 @@ from typing import Any, Self
 import httpx
 import stamina
 
+from headrace.client.admit import AdmissionAsk
 from headrace.client.answers import PolicyInfo, Report
 from headrace.client.core import RolloutCore, given_datums
 from headrace.client.policy import PolicyPoll, Question
@@ -95,6 +96,20 @@ class AsyncRolloutClient(RolloutCore):
         finally:
             self._polls.discard(poll)
 
+    async def admit(self, groups: int = 1, timeout: float | None = None) -> None:
+        """As `RolloutClient.admit`."""
+        self._check_open()
+        http = self._async_client()
+        ask = AdmissionAsk(groups, timeout, self._deadline_s, self._connection)
+        while not ask.granted:
+            await asyncio.sleep(ask.delay_s)
+            try:
+                response = await http.post(**ask.request)
+            except httpx.TransportError as error:
+                ask.missed(error)
+            else:
+                ask.hear(response)
+
     async def __aenter__(self) -> Self:
         self._check_open()
         return self
@@ -109,13 +124,17 @@ class AsyncRolloutClient(RolloutCore):
             await self.close()
 
     async def _poll(self, newer_than: int, timeout: float | None) -> PolicyInfo:
-        if self._async_http is None:
-            self._async_http = self._connection.async_client()
+        http = self._async_client()
         poll = PolicyPoll(newer_than, timeout, self._deadline_s)
         while poll.found is None:
-            poll.hear(await self._ask(poll.question(), self._async_http))
+            poll.hear(await self._ask(poll.question(), http))
         self._policy = poll.found
         return poll.found
+
+    def _async_client(self) -> httpx.AsyncClient:
+        if self._async_http is None:
+            self._async_http = self._connection.async_client()
+        return self._async_http
 
     async def _ask(self, question: Question, http: httpx.AsyncClient) -> PolicyInfo | None:
         with question.explained(self._connection):

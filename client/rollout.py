@@ -20,8 +20,10 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
+import httpx
 import stamina
 
+from headrace.client.admit import AdmissionAsk
 from headrace.client.answers import PolicyInfo, Report
 from headrace.client.core import RolloutCore, given_datums
 from headrace.client.policy import PolicyPoll, Question
@@ -85,6 +87,25 @@ class RolloutClient(RolloutCore):
             poll.hear(self._ask(poll.question()))
         self._policy = poll.found
         return poll.found
+
+    def admit(self, groups: int = 1, timeout: float | None = None) -> None:
+        """Reserve credits for `groups` groups that are about to be started, or wait for them.
+
+        While every group is admitted before it is sampled, none comes to exceed the service's
+        `eligibility.max_policy_lag`; without one it never waits. Raises AdmissionTimeout after
+        `timeout` seconds, ClientError where the service refuses, ClientClosed as `wait_policy`.
+        """
+        self._check_open()
+        ask = AdmissionAsk(groups, timeout, self._deadline_s, self._connection)
+        while not ask.granted:
+            if not self._outbox.pause(ask.delay_s):
+                raise ClientClosed("admit: this client was closed")
+            try:
+                response = self._http.post(**ask.request)
+            except httpx.TransportError as error:
+                ask.missed(error)
+            else:
+                ask.hear(response)
 
     def __enter__(self) -> Self:
         self._check_open()

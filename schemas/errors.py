@@ -50,6 +50,7 @@
         ├── ClientClosed           the client was closed, or is a copy in a forked process
         ├── OutboxFull             on_full="raise" and no room
         ├── PostFailed             a post was refused for good or its deadline passed
+        ├── AdmissionTimeout       no credits for more groups within the time
         └── PolicyTimeout          no policy version arrived within the time
 
 A message says what, which field, got, want and what to do. `code` is the word on the wire, `status`
@@ -62,6 +63,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 __all__ = [
+    "AdmissionTimeout",
     "AllStale",
     "BacklogFull",
     "BodyTooLarge",
@@ -391,6 +393,10 @@ class PostFailed(ClientError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class AdmissionTimeout(ClientError, TimeoutError):
+    code = "admission_timeout"
 
 
 class PolicyTimeout(ClientError, TimeoutError):

@@ -493,6 +493,17 @@ class Buffer:
                 "complete_datums": self._complete_datums,
             }
 
+    def group_states(self) -> dict[str, int]:
+        """Groups by the state they are in now, those that are forgotten left out."""
+        with self._lock:
+            inside = Counter(g.state.value for held in self._steps.values() for g in held.groups)
+            return {
+                GroupState.COLLECTING.value: self._collecting,
+                GroupState.COMPLETE.value: len(self._complete),
+                GroupState.PLANNED.value: inside[GroupState.PLANNED.value],
+                GroupState.DELIVERED.value: inside[GroupState.DELIVERED.value],
+            }
+
     def unfinished_groups(self, finished_step: int) -> int:
         """Groups that were opened and are not in a step up to `finished_step`."""
         with self._lock:

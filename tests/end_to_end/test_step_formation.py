@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
-from headrace.client import Trainer
+from headrace.client import AsyncRolloutClient, RolloutClient, Trainer
+from headrace.schemas.errors import AdmissionTimeout
 
 JSON = {"Content-Type": "application/json"}
 
@@ -254,3 +257,39 @@ def test_credits_bound_what_may_be_started(serve, posts, wait_until):
         assert service.client.get("/v1/limits").json()["admission"] == {"groups": 1}
         step.release()
         wait_until(lambda: service.client.get("/v1/limits").json()["admission"] == {"groups": 3})
+
+
+def test_clients_are_admitted_or_wait(serve, posts):
+    service = serve(**{"planner.batch_groups": 1, "eligibility.max_policy_lag": 1})
+    with (
+        RolloutClient(service.url) as client,
+        Trainer.attach(queue_dir=service.queue_dir) as trainer,
+    ):
+        client.admit(2)
+        with pytest.raises(AdmissionTimeout, match=r"for 1 groups within 0\.2 s.*max_policy_lag"):
+            client.admit(timeout=0.2)
+        with pytest.raises(ValueError, match="at least 1"):
+            client.admit(0)
+        post(service, posts, *tagged(posts, 1), *tagged(posts, 1))
+        next(trainer.steps()).release()  # a finished step frees the credit of its group
+        client.admit(timeout=10)
+
+    async def again():
+        async with AsyncRolloutClient(service.url) as client:
+            with pytest.raises(AdmissionTimeout):
+                await client.admit(timeout=0.1)
+
+    asyncio.run(again())
+    assert service.stop() == 0
+    with (
+        RolloutClient(service.url, deadline_s=0.1) as client,
+        pytest.raises(AdmissionTimeout, match="is the service up"),
+    ):
+        client.admit()
+
+
+def test_without_a_lag_everybody_is_admitted(serve):
+    service = serve()
+    with RolloutClient(service.url) as client:
+        client.admit(1000, timeout=5)
+    assert service.client.get("/v1/limits").json()["admission"] is None
