@@ -19,6 +19,11 @@ LEFT   the last answer is written and the sending half closed. What still arrive
        at most LINGER_BYTES in LINGER_S: closing over unread bytes resets the connection, and a
        reset can take the answer from the client
 
+With server.fast_protocol, a route that knows READ_INTO has a body read from the socket straight
+into its buffer, copied once, by the kernel. While it waits, a BodyReader stands in for the protocol
+at the transport; states, timers and bounds stay the same. Not under TLS, whose bytes come from
+another layer.
+
 `Gate` is what all connections of a server share. Its one timer looks at every connection each
 TICK_S, so that a chunk of a body costs no timer. Refusals made here are problem documents as the
 routes make them. A parser that refused is never fed again.
@@ -30,11 +35,17 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
+from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from headrace.schemas.errors import (
@@ -48,8 +59,9 @@ from headrace.schemas.errors import (
 from headrace.service.routes.problems import problem
 from headrace.service.settings import Server
 
-__all__ = ["DoorProtocol", "Gate"]
+__all__ = ["READ_INTO", "DoorProtocol", "Gate"]
 
+READ_INTO = "headrace.read_into"  # the ASGI extension: `read_into`, awaited with a buffer
 TICK_S = 0.25
 GRACE_S = 5.0
 LINGER_S = 2.0
@@ -179,6 +191,12 @@ class DoorProtocol(HttpToolsProtocol):
             if self._reading is HEAD and self._bytes > self.gate.settings.max_head_bytes:
                 self._refuse(self._head_too_large(self._bytes))
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        # Without these, no reference leads back here: a connection ends by reference counts.
+        self.pipeline.clear()
+        self.cycle = self.scope = self._exit = None  # type: ignore[assignment]
+
     def look(self, passed_s: float) -> None:
         """The gate's clock: `passed_s` seconds have passed since it last looked."""
         reading = self._reading
@@ -224,6 +242,9 @@ class DoorProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._turn(BODY)
         self.cycle.transport = self._exit
+        if self.scheme == "http" and self.gate.settings.fast_protocol:
+            read_into = partial(self.read_into, ref(self.cycle))  # its scope is not to hold it
+            cast("dict[str, Any]", self.scope)["extensions"] = {READ_INTO: read_into}
         self._keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
 
     def on_body(self, body: bytes) -> None:
@@ -237,6 +258,60 @@ class DoorProtocol(HttpToolsProtocol):
         self._turn(IDLE)
 
     # the requests' calls
+
+    async def read_into(
+        self, asked: ref[RequestResponseCycle], buffer: memoryview
+    ) -> tuple[int, bool]:
+        """Read the body of the request `asked` into `buffer`, which is as long as was announced.
+        Returns how many bytes came, and whether they are the whole body: they are not where the
+        client left, or was refused meanwhile.
+
+        What is not here yet goes from the socket into `buffer`: the parser only counts a body's
+        bytes, so it is left out and begins anew behind them.
+        """
+        cycle = asked()
+        if cycle is None or cycle.disconnected:
+            return 0, False
+        at = len(cycle.body)
+        buffer[:at] = cycle.body
+        cycle.body = bytearray()
+        if not cycle.more_body or self.transport.is_closing():
+            return at, not cycle.more_body
+        if cycle.waiting_for_100_continue:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            cycle.waiting_for_100_continue = False
+        reader = BodyReader(self, buffer[at:])
+        self.receive_by(reader)
+        try:
+            while cycle.more_body and not cycle.disconnected:
+                cycle.message_event.clear()
+                await cycle.message_event.wait()
+        finally:
+            reader.stop()
+            if cycle.more_body and self._reading is BODY:
+                self.transport.abort()  # given up amid a body: the parser has lost its place
+        return at + reader.nbytes, not (cycle.more_body or cycle.disconnected)
+
+    def receive_by(self, protocol: asyncio.BaseProtocol) -> None:
+        """Let `protocol` have what comes next."""
+        if self.transport.is_closing():
+            self.transport.set_protocol(protocol)
+            return
+        # uvloop looks at the kind of protocol when reading starts, and only then.
+        self.transport.pause_reading()
+        self.transport.set_protocol(protocol)
+        self.flow.read_paused = False
+        self.transport.resume_reading()
+
+    def body_arrived(self, nbytes: int, *, whole: bool) -> None:
+        """For BodyReader: `nbytes` more are in the buffer."""
+        if self._reading is not BODY:
+            return  # refused, and the request does not know it yet
+        self._bytes += nbytes
+        if whole:
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.on_message_complete()
 
     def on_response_complete(self) -> None:
         if self._reading is LEFT:
@@ -348,6 +423,48 @@ class DoorProtocol(HttpToolsProtocol):
         return HeadTooLarge(
             f"got a head of {nbytes} bytes or more, want at most server.max_head_bytes = {most}"
         )
+
+
+class BodyReader(asyncio.BufferedProtocol):
+    """Stands in for its DoorProtocol at the transport until `rest` is full, or until `stop`.
+
+    It is no asyncio.Protocol, and must not be: uvloop would take it for one that wants bytes, and
+    lose some.
+    """
+
+    def __init__(self, door: DoorProtocol, rest: memoryview) -> None:
+        self._door, self._rest = door, rest
+        self.nbytes = 0  # that came
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._rest
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._rest = self._rest[nbytes:]
+        whole = not self._rest
+        if whole:
+            self.stop()
+        self._door.body_arrived(nbytes, whole=whole)
+
+    def stop(self) -> None:
+        """Let go of the buffer, and give the transport back; safe to call again."""
+        self._rest = memoryview(b"")  # the transport may keep a reader for long after this
+        if self._door.transport.get_protocol() is self:
+            self._door.receive_by(self._door)
+
+    def eof_received(self) -> bool | None:
+        self._door.eof_received()
+        return None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._door.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._door.resume_writing()
 
 
 def _draining() -> Draining:

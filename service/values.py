@@ -54,7 +54,7 @@ class Values:
         for key, array in arrays.items():
             if array.dtype.kind != "f" or (key not in FINITE and array.dtype.itemsize <= 4):
                 continue
-            low, high = float(array.min(initial=0)), float(array.max(initial=-1))
+            low, high = _range(array)
             if not (low >= -FLOAT32_MAX and high <= FLOAT32_MAX):
                 self._check_floats(draft, key, array, findings)
             if key == "logprobs" and not high <= self._most_logprob:
@@ -145,6 +145,18 @@ class Values:
     ) -> None:
         for at, value in _firsts(draft, array, np.flatnonzero(bad)):
             findings.add(int(draft.origin[at]), key, code, value, want)
+
+
+def _range(array: NDArray[Any]) -> tuple[float, float]:
+    """(least, greatest) of an array and 0; one of them is NaN where the array holds one."""
+    if array.dtype != np.float16:
+        return float(array.min(initial=0)), float(array.max(initial=0))
+    # numpy compares float16 one by one. As integers, positive ones order as they are, and negative
+    # ones, read without a sign, by size; infinities and NaN lie beyond the finite ones.
+    low = array.view(np.uint16).max(initial=0x8000)
+    high = array.view(np.int16).max(initial=0).astype(np.uint16)
+    least, greatest = np.array([low, high], np.uint16).view(np.float16).tolist()
+    return least, greatest
 
 
 def _firsts(draft: Draft, array: NDArray[Any], bad: NDArray[np.int64]) -> list[tuple[int, Any]]:

@@ -8,6 +8,7 @@ pooled buffer of its announced length, which the door gives back.
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -25,6 +26,7 @@ from headrace.service.bodies import Body
 from headrace.service.door import Head
 from headrace.service.inflate import ENCODINGS
 from headrace.service.pipeline import Pipeline
+from headrace.service.protocol import READ_INTO
 from headrace.service.refusals import shown
 from headrace.service.routes.guarded import admit, refuse
 from headrace.service.settings import Limits
@@ -103,18 +105,27 @@ def _skip(request: Request) -> bool:
 
 async def _read(request: Request, pipeline: Pipeline, head: Head) -> Body:
     body = pipeline.bodies.lease(head.nbytes)
-    buffer = body.buffer
+    extensions = request.scope.get("extensions") or {}
+    read_into = extensions.get(READ_INTO) or partial(_copy_into, request)
+    try:
+        at, whole = await read_into(body.buffer)
+        if not whole:
+            raise MalformedBody(f"the client left after {at} of {head.nbytes} bytes")
+        if at != head.nbytes:
+            raise MalformedBody(f"the body has {at} bytes, Content-Length says {head.nbytes}")
+    except BaseException:
+        body.release()
+        raise
+    return body
+
+
+async def _copy_into(request: Request, buffer: memoryview) -> tuple[int, bool]:
+    """What protocol.py's `read_into` does, where it is not to be had."""
     at = 0
     try:
         async for chunk in request.stream():
             buffer[at : at + len(chunk)] = chunk
             at += len(chunk)
-        if at != head.nbytes:
-            raise MalformedBody(f"the body has {at} bytes, Content-Length says {head.nbytes}")
-    except ClientDisconnect as error:
-        body.release()
-        raise MalformedBody(f"the client left after {at} of {head.nbytes} bytes") from error
-    except BaseException:
-        body.release()
-        raise
-    return body
+    except ClientDisconnect:
+        return at, False
+    return at, True
