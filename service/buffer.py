@@ -31,6 +31,7 @@ from headrace.service.groups import (
     Tally,
     parts_of,
     rows_of,
+    singles_of,
 )
 from headrace.service.plan.choose import Candidate
 from headrace.service.records import Draft, Headers, datum_numbers
@@ -92,6 +93,12 @@ class Buffer:
         `left_out`: (group_id, group_size or 0) of datums that the post had and that were not kept:
         their groups end smaller. Raises BacklogFull where too many groups are open.
         """
+        if draft.group_ids is None and not left_out and not (draft.group_sizes > 1).any():
+            with self._lock:
+                first, self._next_number = self._next_number, self._next_number + len(draft)
+                self._largest = max(self._largest, 1)
+            numbers = np.arange(first, first + len(draft), dtype=np.uint64)
+            return Reservation(numbers, singles=token)
         names = draft.group_ids or [None] * len(draft)
         before = len(findings.errors)
         short = Counter(name for name, _ in left_out)
@@ -211,7 +218,7 @@ class Buffer:
             else:
                 numbers[index] = self._by_name[of].number
         shorter = [(self._groups[number], count) for number, count in short.items()]
-        return Reservation(numbers, opened, members, shorter)
+        return Reservation(numbers, opened=opened, members=members, short=shorter)
 
     def _new(self, name: str | None, size: int, token: str) -> Group:
         group = Group(self._next_number, name, size, size, token, self._clock())
@@ -238,7 +245,10 @@ class Buffer:
     def add(self, reservation: Reservation, headers: Headers) -> int:
         """The post is recorded. Returns how many groups became complete."""
         meta = headers.meta
-        parts = parts_of(datum_numbers(headers.post, len(meta)), meta)
+        numbers = datum_numbers(headers.post, len(meta))
+        if reservation.singles is not None:
+            return self._add_singles(numbers, meta, reservation.singles)
+        parts = parts_of(numbers, meta)
         became = 0
         with self._lock:
             self._accepted += len(meta)
@@ -258,6 +268,25 @@ class Buffer:
             for group in {g.number: g for g, _ in touched}.values():
                 became += self._settle(group)
         return became
+
+    def _add_singles(self, numbers: NDArray[np.uint64], meta: NDArray[Any], token: str) -> int:
+        groups = singles_of(numbers, meta, token, self._clock())
+        with self._lock:
+            whole = Tally.of(meta)
+            self._accepted += len(meta)
+            self._buffered.add(whole)
+            trained = [group for group in groups if not group.is_eval]
+            if len(trained) < len(groups):
+                self._eval.add(Tally.of(rows_of([g.meta for g in groups if g.is_eval])))
+            self._held_by[token] += sum(group.nbytes for group in trained)
+            self._complete.extend(trained)
+            self._complete_datums += len(trained)
+            if self._drop_zero_advantage:
+                flat = [group for group in trained if not group.has_signal]
+                for group in flat:
+                    self._drop(group, DROP_EMPTY_SIGNAL)
+                return len(trained) - len(flat)
+        return len(trained)
 
     def _settle(self, group: Group) -> int:
         """Take the group to the state that its members say; 1 where it became plannable."""
@@ -424,7 +453,10 @@ class Buffer:
             held = self._steps.pop(step)
             for group in held.groups:
                 group.state = GroupState.COMMITTED
-                self._forgettable.append((now, group))
+                if group.name is None:
+                    self._groups.pop(group.number, None)  # nothing can name it again
+                else:
+                    self._forgettable.append((now, group))
             self._delivered.move(self._committed, held.whole)
 
     def forget(self) -> list[int]:
@@ -439,7 +471,7 @@ class Buffer:
         return forgotten
 
     def _forget(self, group: Group) -> None:
-        del self._groups[group.number]
+        self._groups.pop(group.number, None)
         if group.name is not None:
             del self._by_name[group.name]
 

@@ -193,7 +193,8 @@ class Door:
                 if dropped[reason]:
                     self._buffer.drop(reason, dropped[reason])
             became = self._buffer.add(claim.groups, Headers(post=accepted.post, meta=meta))
-            self._opened(len(claim.groups.opened), head.token)
+            alone = len(draft) if claim.groups.singles is not None else 0
+            self._opened(len(claim.groups.opened) + alone, head.token)
             if accepted.accepted and schema != self.schema:
                 self.schema = schema
                 became += 1
@@ -206,9 +207,8 @@ class Door:
     ) -> Read:
         body = decode_body(content, json=json)
         draft = self._forms.draft(body, pinned, findings)
-        payload = draft.payload_bytes
         if isinstance(body, MsgpackPost):
-            check_padding(body, len(content), payload)
+            check_padding(body, len(content), draft.payload_bytes)
         schema = self._ingest.schema_of(draft, pinned, findings)
         findings.settle()
         return Read(draft=draft, schema=schema, groups=group_ids_of(body))
@@ -287,6 +287,7 @@ class Door:
             offset=0 if staged is None else staged.offset,
             nbytes=0 if staged is None else staged.nbytes,
             columns=() if staged is None else staged.columns,
+            arrays={} if staged is None else staged.arrays,
             meta=meta,
             ids=draft.ids,
             run_values={"schema": dict(schema.axes)} if settles else {},

@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from headrace.service.records import DATUM_META, SIGNAL_BY_REWARD, SIGNAL_SOME, SPLIT_EVAL
 
-__all__ = ["Group", "GroupState", "Part", "Reservation", "Tally", "parts_of", "rows_of"]
+__all__ = [
+    "Group",
+    "GroupState",
+    "Part",
+    "Reservation",
+    "Tally",
+    "parts_of",
+    "rows_of",
+    "singles_of",
+]
 
 ROW = np.dtype((np.void, DATUM_META.itemsize))
 
@@ -113,6 +122,29 @@ class Part:
     is_eval: bool
 
 
+def singles_of(
+    numbers: NDArray[np.uint64], meta: NDArray[Any], token: str, now: float
+) -> list[Group]:
+    """A complete group for each datum, of a post in which none has a group_id."""
+    columns = zip(
+        meta["group"].tolist(),
+        meta["loss_tokens"].tolist(),
+        meta["bytes"].tolist(),
+        meta["policy_version"].tolist(),
+        meta["source"].tolist(),
+        (meta["signal"] == SIGNAL_SOME).tolist(),
+        (meta["split"] == SPLIT_EVAL).tolist(),
+        strict=True,
+    )
+    return [
+        Group(
+            number, None, 1, 1, token, now, now, 0, 1, loss, nbytes, version, source, signal, None,
+            is_eval, False, GroupState.COMPLETE, [(numbers[at : at + 1], meta[at : at + 1])],
+        )
+        for at, (number, loss, nbytes, version, source, signal, is_eval) in enumerate(columns)
+    ]  # fmt: skip
+
+
 def parts_of(numbers: NDArray[np.uint64], meta: NDArray[Any]) -> dict[int, Part]:
     """group number -> its part of a post: one sort and one pass a sum, however many groups."""
     if not len(meta):
@@ -178,6 +210,7 @@ class Reservation:
     """
 
     groups: NDArray[np.uint64]  # [N] the group's number, by datum
+    singles: str | None = None  # no datum has a group_id: the token that posts them
     opened: Sequence[Group] = ()
     members: Sequence[tuple[Group, int]] = ()
     short: Sequence[tuple[Group, int]] = ()  # by how many members a group ends smaller

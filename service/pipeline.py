@@ -81,7 +81,7 @@ class Pipeline:
             bodies=self.bodies,
             admission=self._admission,
             freshest=lambda: self._pump.oldest_fresh,
-            poke=lambda: self._pump.poke(),
+            poke=lambda: self._pump.groups_came(),
             opened=self._pacing.opened,
         )
         self._pump = Pump(

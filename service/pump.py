@@ -33,7 +33,7 @@ __all__ = ["Policy", "Pump"]
 log = logging.getLogger(__name__)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.001, 0.02
-SENTENCE_EVERY = 8  # quiet turns between two looks at what is waited for
+SENTENCE_EVERY_S = 0.05  # between two looks at what is waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,15 @@ class Pump:
         self._planned_at_version: int | None = None
         self._shortage = "the first datum"
         self._spool_error = ""
-        self._quiet = 0
+        self._sentence_due = 0.0
 
     def start(self) -> None:
         self._thread.start()
+
+    def groups_came(self) -> None:
+        """Groups became complete: take a turn now, if they are enough for a step."""
+        if self._partial() or self._enough():
+            self.poke()
 
     def poke(self) -> None:
         """Something may have become possible: take a turn now."""
@@ -117,9 +122,9 @@ class Pump:
                 log.exception("the pump ended: no step is planned or delivered from here on")
                 self._fail(error)
                 return
-            self._quiet = 0 if changed else self._quiet + 1
-            if self._quiet % SENTENCE_EVERY == 0 or self._poked:
+            if time.monotonic() >= self._sentence_due:
                 self.waits_for = self._sentence()
+                self._sentence_due = time.monotonic() + SENTENCE_EVERY_S
             wait = FIRST_WAIT_S if changed else min(2 * wait, LONGEST_WAIT_S)
             with self._wake:
                 if not self._poked and not self._stopping:
@@ -229,6 +234,17 @@ class Pump:
         # With no lag allowed, a step waits until the one before has published its weights.
         return not strict or self.next_step == 0 or self.policy.version != self._planned_at_version
 
+    def _enough(self) -> bool:
+        """Whether there is a batch at all; said without looking at each group."""
+        there = self._buffer.group_counts()
+        if self._batch_size is not None:
+            have, want, unit = there["complete_datums"], self._batch_size, "datums of complete"
+        else:
+            have, want, unit = there["complete"], self._planner.batch_groups or 1, "complete"
+        if have < want:
+            self._shortage = f"{want - have} more {unit} groups ({have} of {want})"
+        return have >= want
+
     def _partial(self) -> bool:
         """Whether a step may be formed of less than a batch."""
         if self._flush_wanted:
@@ -242,6 +258,8 @@ class Pump:
         if schema is None or not self._due() or self._retain_full():
             return False
         planner, partial = self._planner, self._partial()
+        if not partial and not self._enough():
+            return False
         try:
             chosen = choose_groups(
                 self._buffer.complete(),

@@ -115,7 +115,12 @@ class Draft:
 
     @property
     def payload_bytes(self) -> int:
-        return sum(view.nbytes for column in self.columns.values() for view in column.views)
+        """As it will lie in a segment, alignment left out."""
+        tokens, total = int(self.lengths.sum()), 0
+        for column in self.columns.values():
+            count = len(self) if column.axis == "sample" else tokens
+            total += count * column.dtype.itemsize * int(np.prod(column.trailing, dtype=np.int64))
+        return total
 
     def take(self, keep: NDArray[np.bool_]) -> Draft:
         """The datums where `keep` [N] is true, in order."""
@@ -181,6 +186,7 @@ class Post:
     offset: int  # bytes
     nbytes: int
     columns: tuple[Column, ...]
+    arrays: Mapping[str, NDArray[Any]]  # the columns, as views into the segment
     meta: NDArray[Any]  # DATUM_META [N]
     ids: Sequence[str | None] | None  # the clients' datum ids
     run_values: Mapping[str, Any]  # values of the run that this post settles, as JSON

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from functools import partial
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from headrace.schemas.errors import (
     BodyTooLarge,
@@ -48,7 +49,8 @@ async def post_datums(request: Request) -> Response:
         pipeline.admit(head)
         body = await _read(request, pipeline, head)
         body_read = True
-        return JSONResponse(await pipeline.accept(body, head), status_code=202)
+        answer = msgspec.json.encode(await pipeline.accept(body, head))
+        return Response(answer, status_code=202, media_type="application/json")
     except Refused as refused:
         return refuse(request, refused, close=not body_read)
 

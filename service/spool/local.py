@@ -252,15 +252,8 @@ class LocalSpool:
             self._keys[(post.token, post.key)] = (time.time(), accepted)
         if post.segment is None:
             return accepted
-        memory = self._segments.view(post.segment)
         lengths = post.meta["length"].astype(np.int64)
-        total = int(lengths.sum())
-        columns: dict[str, tuple[bool, NDArray[Any]]] = {}
-        for column in post.columns:
-            one = column.axis == "sample"
-            shape = (len(lengths) if one else total, *column.trailing)
-            spec = ArraySpec(name=column.key, dtype=column.dtype, shape=shape)
-            columns[column.key] = (one, spec.view(memory, column.offset))
+        columns = {c.key: (c.axis == "sample", post.arrays[c.key]) for c in post.columns}
         self._posts[number] = Held(
             segment=post.segment,
             live=len(lengths),

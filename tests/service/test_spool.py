@@ -57,7 +57,7 @@ def append(spool, lengths, *, seed=0, key=None, ids=None):
     meta["group"] = seed + 1
     accepted = spool.append(
         Post(
-            segment=staged.segment, offset=staged.offset, nbytes=staged.nbytes, columns=staged.columns, meta=meta,
+            segment=staged.segment, offset=staged.offset, nbytes=staged.nbytes, columns=staged.columns, arrays=staged.arrays, meta=meta,
             ids=ids, run_values={}, new_names=[("group", seed + 1, f"g{seed}")], actor="a", token="", key=key, body_hash=b"h",
         )
     ).result(5)  # fmt: skip
