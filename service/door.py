@@ -118,18 +118,20 @@ class Door:
                         f"the first try with this Idempotency-Key has run for {IN_PROGRESS_S:.0f} "
                         f"s and is not done: send it again later"
                     ) from None
-            body_hash = xxhash.xxh3_128_digest(body.buffer)
-            known = self._spool.known(head.token, head.key)
-            if known is not None:
+            self._in_flight[scope] = asyncio.Event()
+            try:
+                body_hash = await self._off_loop(
+                    len(body.buffer), xxhash.xxh3_128_digest, body.buffer
+                )
+                known = self._spool.known(head.token, head.key)
+                if known is None:
+                    return await self._decode(body, head, body_hash), False
                 if known.body_hash != body_hash:
                     raise KeyConflict(
                         "this Idempotency-Key came before with other bytes: a key names one body; "
                         "use a new one"
                     )
                 return known, True
-            self._in_flight[scope] = asyncio.Event()
-            try:
-                return await self._decode(body, head, body_hash), False
             finally:
                 self._in_flight.pop(scope).set()
 
