@@ -412,7 +412,8 @@ class Buffer:
     @property
     def oldest_complete_at(self) -> float | None:
         """When the oldest complete group became complete, by the buffer's clock."""
-        return self._complete[0].completed_at if self._complete else None
+        with self._lock:
+            return self._complete[0].completed_at if self._complete else None
 
     def plan(self, chosen: Sequence[int]) -> tuple[NDArray[np.uint64], NDArray[Any]]:
         """(numbers [N], DATUM_META rows [N]) of the chosen places in `complete()`, ascending."""
