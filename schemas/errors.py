@@ -155,6 +155,14 @@ class Refused(HeadraceError):
     status = 400
     retry_after: int | None = None
 
+    def __init__(self, message: str, retry_after: int | None = None) -> None:
+        super().__init__(*((message,) if retry_after is None else (message, retry_after)))
+        if retry_after is not None:
+            self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
 
 class MalformedBody(Refused):
     code, status = "malformed", 400
@@ -214,7 +222,7 @@ class InvalidDatums(Refused):
     code, status = "invalid", 422
 
     def __init__(self, errors: list[FieldError]) -> None:
-        super().__init__(errors)
+        Exception.__init__(self, errors)
         self.errors = errors
 
     def __str__(self) -> str:
@@ -241,24 +249,12 @@ class AllStale(Refused):
 
 class InProgress(Refused):
     code, status = "in_progress", 409
-
-    def __init__(self, message: str, retry_after: int = 1) -> None:
-        super().__init__(message, retry_after)
-        self.retry_after = retry_after
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+    retry_after = 1
 
 
 class BacklogFull(Refused):
     code, status = "backlog_full", 429
-
-    def __init__(self, message: str, retry_after: int = 1) -> None:
-        super().__init__(message, retry_after)
-        self.retry_after = retry_after
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+    retry_after = 1
 
 
 class NoCredits(Refused):
@@ -268,13 +264,7 @@ class NoCredits(Refused):
 
 class NotServing(Refused):
     code, status = "not_serving", 503
-
-    def __init__(self, message: str, retry_after: int = 1) -> None:
-        super().__init__(message, retry_after)
-        self.retry_after = retry_after
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+    retry_after = 1
 
 
 class Draining(NotServing):

@@ -272,21 +272,13 @@ class Buffer:
     def _add_singles(self, numbers: NDArray[np.uint64], meta: NDArray[Any], token: str) -> int:
         groups = singles_of(numbers, meta, token, self._clock())
         with self._lock:
-            whole = Tally.of(meta)
             self._accepted += len(meta)
-            self._buffered.add(whole)
+            self._buffered.add(Tally.of(meta))
             trained = [group for group in groups if not group.is_eval]
             if len(trained) < len(groups):
                 self._eval.add(Tally.of(rows_of([g.meta for g in groups if g.is_eval])))
             self._held_by[token] += sum(group.nbytes for group in trained)
-            self._complete.extend(trained)
-            self._complete_datums += len(trained)
-            if self._drop_zero_advantage:
-                flat = [group for group in trained if not group.has_signal]
-                for group in flat:
-                    self._drop(group, DROP_EMPTY_SIGNAL)
-                return len(trained) - len(flat)
-        return len(trained)
+            return sum(self._enqueue(group) for group in trained)
 
     def _settle(self, group: Group) -> int:
         """Take the group to the state that its members say; 1 where it became plannable."""
@@ -301,8 +293,10 @@ class Buffer:
         self._collecting -= 1
         group.completed_at = self._clock()
         group.state = GroupState.COMPLETE
-        if group.is_eval:
-            return 0
+        return 0 if group.is_eval else self._enqueue(group)
+
+    def _enqueue(self, group: Group) -> int:
+        """A complete group waits for its step; 0 where it teaches nothing and is dropped."""
         self._complete.append(group)
         self._complete_datums += group.present
         if self._drop_zero_advantage and not group.has_signal:
@@ -526,16 +520,11 @@ class Buffer:
                 "complete_datums": self._complete_datums,
             }
 
-    def group_states(self) -> dict[str, int]:
-        """Groups by the state they are in now, those that are forgotten left out."""
+    def groups_in_steps(self) -> dict[str, int]:
+        """Groups that are planned and groups that are delivered."""
         with self._lock:
-            inside = Counter(g.state.value for held in self._steps.values() for g in held.groups)
-            return {
-                GroupState.COLLECTING.value: self._collecting,
-                GroupState.COMPLETE.value: len(self._complete),
-                GroupState.PLANNED.value: inside[GroupState.PLANNED.value],
-                GroupState.DELIVERED.value: inside[GroupState.DELIVERED.value],
-            }
+            inside = Counter(g.state for held in self._steps.values() for g in held.groups)
+            return {s.value: inside[s] for s in (GroupState.PLANNED, GroupState.DELIVERED)}
 
     def unfinished_groups(self, finished_step: int) -> int:
         """Groups that were opened and are not in a step up to `finished_step`."""

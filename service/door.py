@@ -210,7 +210,7 @@ class Door:
         body = decode_body(content, json=json)
         draft = self._forms.draft(body, pinned, findings)
         if isinstance(body, MsgpackPost):
-            check_padding(body, len(content), draft.payload_bytes)
+            check_padding(body, len(content), draft.body_bytes)
         schema = self._ingest.schema_of(draft, pinned, findings)
         findings.settle()
         return Read(draft=draft, schema=schema, groups=group_ids_of(body))

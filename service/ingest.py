@@ -159,9 +159,7 @@ class Ingest:
             if not np.can_cast(column.dtype, INT32, "safe"):
                 self._values.check_int32(draft, column, findings)
         if draft.implied_targets:
-            ids = columns[IDS]
-            views = [view[1:] for view in ids.views[:1]] + list(ids.views[1:])
-            columns[TARGETS] = replace(ids, key=TARGETS, views=[*views, np.zeros(1, ids.dtype)])
+            columns[TARGETS] = _implied(columns[IDS])
         return columns
 
     def _derive(self, draft: Draft, staged: Staged) -> None:
@@ -216,11 +214,14 @@ def _without_faulty(
     taken = {key: c.take(keep, draft.lengths) for key, c in given.items()}
     draft = draft.take(keep)
     if draft.implied_targets and len(draft):
-        ids = taken[IDS]
-        (whole,) = ids.views
-        views = [whole[1:], np.zeros(1, ids.dtype)]
-        taken[TARGETS] = replace(ids, key=TARGETS, views=views)
+        taken[TARGETS] = _implied(taken[IDS])
     return draft, taken
+
+
+def _implied(ids: DraftColumn) -> DraftColumn:
+    """Targets as the ids that follow; what stands at each datum's end is put right by `_derive`."""
+    (whole,) = ids.views
+    return replace(ids, key=TARGETS, views=[whole[1:], np.zeros(1, ids.dtype)])
 
 
 def _token_bytes(column: DraftColumn) -> int:

@@ -311,7 +311,7 @@ class Pipeline:
             "serving": self.ready,
             "waits_for": self._pump.waits_for,
             "books": self._buffer.books(),
-            "groups": self._buffer.group_counts() | self._buffer.group_states(),
+            "groups": self._buffer.group_counts() | self._buffer.groups_in_steps(),
             "admission": self._credits(),
             "backlog": self._backlog(),
             "budgets": asdict(self.budgets) | {"retained_bytes": self._buffer.retained_bytes},

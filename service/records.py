@@ -95,7 +95,6 @@ class Draft:
     """A well-formed body. Nothing in it was compared with the run or with other posts yet."""
 
     actor: str | None
-    columnar: bool
     lengths: NDArray[np.int64]  # [N] tokens
     columns: Mapping[str, DraftColumn]  # "input_ids" and the loss_fn_inputs keys
     policy_versions: NDArray[np.int64]  # [N] -1: none
@@ -112,6 +111,11 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def body_bytes(self) -> int:
+        """As it came in the body."""
+        return sum(view.nbytes for column in self.columns.values() for view in column.views)
 
     @property
     def payload_bytes(self) -> int:

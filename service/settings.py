@@ -30,6 +30,7 @@ from pydantic_settings import (
 )
 
 from headrace.schemas.errors import SettingsError
+from headrace.service.plan.pack import longest_datum
 
 __all__ = ["NAME_PATTERN", "TOKENS_VARIABLE", "Settings", "load_settings", "settings_table"]
 
@@ -337,9 +338,12 @@ class Settings(BaseSettings):
         cap, planner = self.microbatch_tokens, self.planner
         if cap is None:
             return self.limits.max_sequence_tokens or DEFAULT_TOKENS
-        if planner.layout != "padded":
-            cap = cap // planner.pack_multiple * planner.pack_multiple
-        return cap // planner.sequence_multiple * planner.sequence_multiple
+        return longest_datum(
+            layout=planner.layout,
+            microbatch_tokens=cap,
+            sequence_multiple=planner.sequence_multiple,
+            pack_multiple=planner.pack_multiple,
+        )
 
     @property
     def max_sequence_tokens(self) -> int:

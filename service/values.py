@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from headrace.schemas.fields import TARGETS, WEIGHTS
 from headrace.service.findings import Findings
+from headrace.service.forms import IDS
 from headrace.service.records import Draft, DraftColumn
 from headrace.service.settings import Limits
 
 __all__ = ["Values"]
 
-IDS = "input_ids"
 FINITE = ("weights", "logprobs", "advantages")
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)

@@ -154,7 +154,6 @@ class Columnar:
         versions = body.policy_versions or [None] * count
         draft = Draft(
             actor=body.actor,
-            columnar=True,
             lengths=lengths,
             columns=columns,
             policy_versions=np.array([default if v is None else v for v in versions], np.int64),

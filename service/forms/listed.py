@@ -88,7 +88,6 @@ class Listed:
         versions = [default if d.policy_version is None else d.policy_version for d in kept]
         return Draft(
             actor=body.actor,
-            columnar=False,
             lengths=np.array(lengths, np.int64),
             columns=columns,
             policy_versions=np.array(versions, np.int64),
