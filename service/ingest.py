@@ -158,7 +158,7 @@ class Ingest:
             columns[key] = replace(column, dtype=INT32)
             if not np.can_cast(column.dtype, INT32, "safe"):
                 self._values.check_int32(draft, column, findings)
-        if draft.implied_targets:
+        if draft.implied_targets and len(draft):
             columns[TARGETS] = _implied(columns[IDS])
         return columns
 
